@@ -840,6 +840,7 @@ def setup(args: Args) -> Run:
     data.register_packed_attention()
     vision = Vision(processor) if processor else None
     policy = Policy(args, vocab_size, vision)
+    reference = build_reference(args, policy)
     contents = on_main(contents_of, args, task, rows)
     changed = on_main(checkpoints.check_changes, args, contents, task_builds_model)
     on_main(checkpoints.try_to_save, args, policy, processor or tokenizer)
@@ -857,7 +858,7 @@ def setup(args: Args) -> Run:
         image_token_id = getattr(processor, "image_token_id", None)
         stops = models.stop_token_ids(args, tokenizer)
         engine = Engine(args.model, args, device, stops, vocab_size, image_token_id)
-    learner, critic, reference = build_networks(args, accelerator, policy)
+    learner, critic, reference = build_networks(args, accelerator, policy, reference)
     run = Run(
         args=args,
         accelerator=accelerator,
@@ -917,7 +918,7 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
 
     rows: by split, also in the result. Raises BadInput if model, teacher and rows don't fit."""
     tokenizer, processor = models.load_tokenizer(args, task)
-    models.check_teacher(args, tokenizer, vision=bool(processor))
+    models.check_teacher(args, tokenizer)
     without_hints = replace(args, hints=False)  # evaluations never show them
     rows = {
         "train": data.filter_overlong(rows["train"], tokenizer, task, args, processor),
@@ -926,34 +927,36 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
     return tokenizer, processor, rows
 
 
-def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
-    """Returns the policy's Learner, the critic's or None, and the reference network or None.
+def build_networks(args: Args, accelerator, policy: Policy, reference) -> tuple:
+    """Returns the policy's Learner, the critic's or None, and the reference, on the device.
 
-    Resets the random seeds."""
+    reference: as from `build_reference`. Resets the random seeds."""
     set_seed(args.seed)  # an engine's start and a task may have drawn random numbers
     critic = None
-    if "values" in args.estimator_takes and not args.rollout_only:
+    if args.has_critic:
         net = Critic(args, policy.vision, policy.is_packed)
         critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator, "critic")
-    reference = None
-    if args.has_reference and not args.rollout_only:
-        reference = build_reference(args, accelerator, policy)
+    if isinstance(reference, Policy) and reference is not policy:
+        reference = wrap(reference, args, accelerator, frozen=True)
     n_steps = args.num_steps - args.critic_warmup
     return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
 
 
-def build_reference(args: Args, accelerator, policy: Policy) -> Callable:
-    """Returns the frozen network that the KL compares with: --ref_model or the starting model.
+def build_reference(args: Args, policy: Policy) -> Callable | None:
+    """Returns the frozen network that the KL compares with, or None: --ref_model or the starting
+    model.
 
-    With --hints it is the policy itself, not frozen; with LoRA the policy without its adapters."""
+    With --hints it is the policy itself, not frozen; with LoRA the policy without its adapters.
+    It is built before the engine, whose start takes minutes, because it may be refused."""
+    if not args.has_reference or args.rollout_only:
+        return None
     if args.hints:
         return policy
     if args.lora_rank and not args.ref_model:
         return layers.without_adapters(policy)
 
     args = replace(args, model=args.ref_model or args.model, lora_rank=0)
-    reference = Policy(args, policy.vocab_size, policy.vision).requires_grad_(False)
-    return wrap(reference, args, accelerator, frozen=True)
+    return Policy(args, policy.vocab_size, policy.vision).requires_grad_(False)
 
 
 def finish(run: Run):

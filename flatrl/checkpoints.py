@@ -198,11 +198,10 @@ def check_checkpoint(state: dict, args, task, changed: dict):
     or if its history of the task's sampler can't be continued.
 
     state: what `prepare_folder` returned; changed: what `check_changes` did."""
-    parts = state.get("parts", ["critic"])
     need(
-        "critic" in parts or "values" not in args.estimator_takes or args.rollout_only,
+        not args.has_critic or "critic" in state.get("parts", ["critic"]),
         f"--resume changed: --adv_estimator {args.adv_estimator} needs a critic, and the "
-        "checkpoint has none: start another run",
+        "checkpoint has none: keep the run's own --algo and --adv_estimator, or start another run",
     )
     need(
         "lora_rank" not in changed,

@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from agent_loop import BadInput
 from flatrl.bad_input import refusing
+from flatrl.models import flag_of
 
 LORA_ALPHA = 32  # adapters are scaled by this over their rank
 
@@ -79,7 +80,7 @@ def choose_attention(policy, probe, args) -> tuple[str, bool]:
             if torch.allclose(found, expected, rtol=1e-3, atol=1e-3 / args.temperature):
                 return attention, is_packed
     raise BadInput(
-        f"--model {args.model} makes logits in a way that token_logprobs doesn't "
+        f"{flag_of(args)} makes logits in a way that token_logprobs doesn't "
         "implement: only a product, a scale and a soft cap are"
     )
 

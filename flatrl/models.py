@@ -187,7 +187,7 @@ def logit_settings(model: nn.Module, args) -> dict:
     Raises BadInput if its output head has a bias."""
     need(
         model.get_output_embeddings().bias is None,
-        f"--model {args.model} has a bias in its output head, which token_logprobs doesn't "
+        f"{flag_of(args)} has a bias in its output head, which token_logprobs doesn't "
         "implement",
     )
     text = model.config.get_text_config()
@@ -244,21 +244,15 @@ def load_tokenizer(args, task=None) -> tuple:
     return tokenizer, processor
 
 
-def check_teacher(args, tokenizer, vision: bool):
-    """Raises BadInput if --ref_model has another tokenizer than the policy, or no weights.
-
-    The weights are loaded again when they are needed: the engine starts first, for minutes."""
-    if not args.ref_model:
-        return
-    args_of_teacher = replace(args, model=args.ref_model)
-    tokenizer_of_teacher, _ = load_tokenizer(args_of_teacher)
-    need(
-        tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
-        f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
-        "ids mean other tokens",
-    )
-    auto_class = "AutoModelForImageTextToText" if vision else "AutoModelForCausalLM"
-    load_for_training(auto_class, args_of_teacher, None)
+def check_teacher(args, tokenizer):
+    """Raises BadInput if the tokenizer of --ref_model differs from the policy's."""
+    if args.ref_model:
+        tokenizer_of_teacher, _ = load_tokenizer(replace(args, model=args.ref_model))
+        need(
+            tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
+            f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
+            "ids mean other tokens",
+        )
 
 
 def load_processor(args, config):

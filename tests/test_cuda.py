@@ -90,7 +90,9 @@ def test_the_reference_keeps_its_stored_dtype_and_the_policy_is_in_float32(
     flags = dict(dtype="bfloat16", shard=True, tokens_per_micro_batch=1000)
     args = Args(model=str(tmp_path), kl_coef=0.1, lr=1e-3, **flags)
     data.register_packed_attention()
-    policy, _, reference = train.build_networks(args, accelerator_of(), train.Policy(args))
+    policy = train.Policy(args)
+    reference = train.build_reference(args, policy)
+    policy, _, reference = train.build_networks(args, accelerator_of(), policy, reference)
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in policy.net.parameters()} == {torch.float32}
     assert {b.dtype for b in reference.buffers()} == {torch.float32}  # RoPE's

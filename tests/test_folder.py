@@ -409,18 +409,6 @@ def test_a_history_of_other_rows_is_refused(history, sampler, next_prompt, chang
     checkpoints.check_checkpoint({}, Args(), types.SimpleNamespace(sampler=sampler), {})
 
 
-def test_a_checkpoint_of_other_networks_is_refused():
-    state = {"parts": ["policy", "policy_optimizer"]}
-    task = types.SimpleNamespace()
-    checkpoints.check_checkpoint(state, Args(), task, {})
-    with pytest.raises(BadInput, match="--adv_estimator gae needs a critic, and the checkpoint"):
-        checkpoints.check_checkpoint(state, Args(algo="ppo"), task, {})
-    checkpoints.check_checkpoint({"parts": ["policy", "critic"]}, Args(algo="ppo"), task, {})
-    checkpoints.check_checkpoint({}, Args(algo="ppo", lora_rank=2), task, {})
-    with pytest.raises(BadInput, match="--lora_rank can't change"):
-        checkpoints.check_checkpoint(state, Args(), task, {"lora_rank": "--lora_rank 2 -> 0"})
-
-
 def test_a_changed_rate_takes_effect_under_a_saved_optimiser(tmp_path, process_group):
     run = make_run(tmp_path, lr=0.1)
     save(run, 1)
@@ -452,6 +440,18 @@ def lose_an_id(folder: Path) -> None:
     file.write_text(json.dumps(about))
 
 
+@pytest.fixture
+def no_engine(process_group, monkeypatch):
+    """Engines that can't be built."""
+
+    def engine(*_):
+        raise BadInput("the engine is built")
+
+    monkeypatch.setattr(train, "Engine", engine)
+    monkeypatch.setattr(train, "Stop", lambda: None)
+    monkeypatch.chdir(REPO)
+
+
 @pytest.mark.parametrize("spoil, message", [
     (lose_an_id, "its tokenizer has more tokens than its config.json has in vocab_size"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
@@ -463,14 +463,8 @@ def lose_an_id(folder: Path) -> None:
     (lambda folder: None, "the engine is built"),
 ])  # fmt: skip
 def test_a_damaged_model_is_refused_before_the_engine_starts(
-    spoil, message, tiny_model, tmp_path, process_group, monkeypatch
+    spoil, message, tiny_model, tmp_path, no_engine
 ):
-    def engine(*_):
-        raise BadInput("the engine is built")
-
-    monkeypatch.setattr(train, "Engine", engine)
-    monkeypatch.setattr(train, "Stop", lambda: None)
-    monkeypatch.chdir(REPO)
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     spoil(model)
@@ -478,6 +472,34 @@ def test_a_damaged_model_is_refused_before_the_engine_starts(
     with pytest.raises(BadInput) as error:
         train.setup(Args(task="tests/tiny_task.py", model=str(model), output_dir=out))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_teacher_without_weights_is_refused_before_the_engine_starts(
+    tiny_model, tmp_path, no_engine
+):
+    model = tmp_path / "teacher"
+    shutil.copytree(tiny_model, model)
+    (model / "model.safetensors").unlink()
+    flags = dict(task="tests/tiny_task.py", model=tiny_model, output_dir=str(tmp_path / "out"))
+    with pytest.raises(BadInput, match=f"--ref_model {model} can't be loaded for training"):
+        train.setup(Args(**flags, kl_coef=0.1, ref_model=str(model)))
+
+
+@pytest.mark.parametrize("flags, message", [
+    (dict(seed=1), "the engine is built"),
+    (dict(algo="ppo"), "--adv_estimator gae needs a critic, and the checkpoint has none"),
+    (dict(lora_rank=2), "--lora_rank can't change"),
+])  # fmt: skip
+def test_a_resume_that_fails_leaves_the_flags_of_the_run(
+    flags, message, tiny_model, tmp_path, no_engine
+):
+    base = dict(task="tests/tiny_task.py", model=tiny_model, output_dir=str(tmp_path))
+    Log(Args(**base), None, 0)
+    save(make_run(tmp_path), 2)
+    before = (tmp_path / "args.json").read_text()
+    with pytest.raises(BadInput, match=message):
+        train.setup(Args(**base, resume="changed", **flags))
+    assert (tmp_path / "args.json").read_text() == before
 
 
 def test_a_generation_config_that_transformers_refuses_is_saved(tiny_model, tmp_path):

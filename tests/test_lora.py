@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import TINY, metrics_of, run
 from fixed_batch import batch_of
 from test_rollout import hf_model
@@ -74,8 +73,7 @@ def test_merged_weights_are_those_of_the_adapted_policy(
     assert (found - start).abs().max() > 0.1
 
     # The reference is the same network: no second copy, and nothing is left switched off.
-    accelerator = Accelerator(cpu=True)
-    _, _, reference = train.build_networks(args_of(model, kl_coef=0.1), accelerator, policy)
+    reference = train.build_reference(args_of(model, kl_coef=0.1), policy)
     assert torch.equal(scores_of(reference), start)
     assert torch.equal(scores_of(policy), found)
 

@@ -48,16 +48,6 @@ def test_a_model_that_can_not_be_trained(load, names, more, said, tmp_path):
     assert f"--model {tmp_path} {said}" in refusal(load, args_of(tmp_path))
 
 
-def test_a_teacher_without_weights(tmp_path, tiny_model):
-    for auto_class in (transformers.AutoTokenizer, transformers.AutoConfig):
-        auto_class.from_pretrained(tiny_model).save_pretrained(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    args = args_of(tiny_model, ref_model=str(tmp_path))
-    line = refusal(models.check_teacher, args, tokenizer, False)
-    assert line.startswith(f"--ref_model {tmp_path} can't be loaded for training: ")
-    models.check_teacher(args_of(tiny_model, ref_model=tiny_model), tokenizer, False)
-
-
 def test_a_model_that_vllm_does_not_serve(tmp_path, tiny_model, process_group):
     transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
     config_of("codegen", "CodeGenForCausalLM").save_pretrained(tmp_path)

@@ -54,7 +54,9 @@ def test_offload_frees_the_gpu(model_path, what, bytes_of_parameter):
     accelerator, _ = devices.start_processes(args)
     train.complete_flags(args, cuda=True)
     data.register_packed_attention()
-    policy, _, reference = train.build_networks(args, accelerator, train.Policy(args))
+    policy = train.Policy(args)
+    reference = train.build_reference(args, policy)
+    policy, _, reference = train.build_networks(args, accelerator, policy, reference)
     batch = batch_of(8)
     for name in ("advantages", "logprobs_ref"):
         batch[name] = torch.ones_like(batch["response_mask"])
