@@ -347,6 +347,8 @@ TASK, ROWS, VAL_ROWS, MODEL, REF_MODEL = (
     (lambda folder, rows: rows["val"].pop(), [VAL_ROWS]),
     (lambda folder, rows: overwrite(folder / "task.py", -2), [TASK]),
     (lambda folder, rows: overwrite(folder / "graders_of_this_test.py", -1), [TASK]),
+    (lambda folder, rows: overwrite(folder / "parts/rows.py", -1), [TASK]),
+    (lambda folder, rows: overwrite(folder / "parts/texts.py", -1), [TASK]),
     (lambda folder, rows: overwrite(folder / "model/model.safetensors", 99_999), [MODEL]),
     (lambda folder, rows: (folder / "model/chat_template.jinja").write_text("{{ 1 }}"), [MODEL]),
     (lambda folder, rows: overwrite(folder / "teacher/tokenizer.json", 9), [REF_MODEL]),
@@ -355,7 +357,16 @@ def test_what_changed_under_its_name_is_named(edit, changed, tmp_path, monkeypat
     """... and refused, except for validation rows."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "graders_of_this_test.py").write_text("reward = lambda output, row: 1")
-    (tmp_path / "task.py").write_text("from graders_of_this_test import reward\nload = list\n# 1")
+    (tmp_path / "task.py").write_text("""
+from graders_of_this_test import reward
+def load(split):
+    import data
+    from parts import rows  # not before it runs
+# 1""")
+    (tmp_path / "data.py").write_text("not parsed: flatrl's own module has this name")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/rows.py").write_text("def load():\n    from .texts import x  # 1")
+    (tmp_path / "parts/texts.py").write_text("x = 1")
     for name in "model", "teacher":
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text('{"a": "b"}')
