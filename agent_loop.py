@@ -9,7 +9,7 @@ difference of two renderings of the chat template (`ChatTemplate.suffix`).
 In this order: settings and results; agent loops, from `Trajectory` and `AgentLoopBase` to
 `ToolAgentLoop`; what loops use: tools, interactions, parsed calls, user code and images. Then all
 that depends on a model's chat template, the longest part, because each model has its own:
-`ChatTemplate` learns what it does by rendering short made-up chats. Demonstrations come last.
+`ChatTemplate` learns what it does by rendering short made-up chats.
 
 The words that code, documents, log and flags share:
     prompt      the chat messages in one row of the data set, and the task that they pose
@@ -1921,6 +1921,10 @@ class ChatTemplate:
         self.neutral_controls = {}  # see `_without_forged_tokens`
         self.checked_forms = set()  # of prompts that `check_prompt` has seen
         given = {*stops}
+        # A template for chats with tools alone (Hermes-2-Pro) raises without a list: [] will do.
+        self.no_tools = None
+        if self.problem_with([PROBE_USER]):
+            self.no_tools = []
         self.answer_end = self._turn_end(PROBE_ANSWER, PROBE_USER, given)
         # Of a call, only known stops and the end of an answer count as its end: another special
         # token after it may be part of the call, as </tool_call> is.
@@ -1945,7 +1949,7 @@ class ChatTemplate:
         """As `text`, but does not move reasoning. `shows_reasoning` needs that."""
         return self.tokenizer.apply_chat_template(
             messages,
-            tools=tools or None,
+            tools=tools or self.no_tools,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **variables,
@@ -2099,6 +2103,69 @@ class ChatTemplate:
         fitting = [start for start in starts if answered.startswith(alone[:start])]
         return alone[max(fitting, default=len(alone)) :]
 
+    # -- a turn that is given
+
+    def turn_ids(self, turn: dict, prompt_ids: Sequence[int] = (), number: int = 1) -> list[int]:
+        """Returns the ids of an assistant's turn, including the stop token that ends it.
+
+        They are the ids of what the template writes after a generation prompt or, if that lacks
+        the turn's content (some templates drop reasoning), of the content itself. A thought that
+        the prompt opens, and the turn does not have, ends at once.
+
+        prompt_ids: what precedes the turn, by default a user's question. number: that of the turn,
+        for the ids of its calls, which their results repeat.
+
+        Raises ValueError if the policy could not sample the turn: if it is empty, if the template
+        does not show its calls, or if a stop token occurs inside it."""
+        turn = {"content": ""} | turn
+        content = turn["content"]
+        reasoning = turn.get("reasoning_content", "")
+        calls = [call["function"] for call in turn.get("tool_calls", ())]
+        if calls:
+            set_tool_calls(turn, content, calls, number)
+        prompt, lacking, written = self._prompt_and_turn([PROBE_USER], turn)
+        # R1's prompt opens no thought after a tool's answer: the last characters tell.
+        end_of_prompt = self.tokenizer.decode(prompt_ids[-64:]).rstrip()
+        if end_of_prompt and not end_of_prompt.endswith(lacking[-9:]):
+            lacking = ""
+        has_thought = reasoning or self.think_end in content
+        if lacking and self.shows_reasoning and not has_thought:
+            thinking = turn | {"reasoning_content": "probe"}
+            _, lacking, written = self._prompt_and_turn([PROBE_USER], thinking)
+            written = written.replace("probe", "", 1)
+        written = written.removesuffix(self.closing)
+        written = written.removesuffix(self.end_of(written) or "")
+        if (not calls and content not in written) or (lacking and has_thought):
+            written = content
+        if lacking:  # its last tag may also begin the turn
+            written = written.removeprefix("<" + lacking.rpartition("<")[2])
+        if self.think_start in lacking and self.think_end not in lacking:
+            written = written.removeprefix(self.think_start)
+            if self.think_end not in written:
+                written = f"{reasoning}{self.think_end}\n\n{written}"
+        beside_content = written.replace(content.strip(), "", 1)
+        shows_calls = all(call["name"] in beside_content for call in calls)
+        # After the prompt, because some tokenizers put a space before words in other places.
+        start = _tokenise(self.tokenizer, prompt)
+        ids = _tokenise(self.tokenizer, prompt + written)
+        if ids[: len(start)] == start:
+            ids = ids[len(start) :]
+        else:  # a token spans the border
+            ids = _inner_ids(self.tokenizer, written)
+        if not (ids and shows_calls) or not self.stops.isdisjoint(ids):
+            raise ValueError(f"the policy could not say this turn of a demonstration: {turn}")
+        stop = self.call_end if calls else self.answer_end
+        return [*ids, self.tokenizer.eos_token_id if stop is None else stop]
+
+    def _prompt_and_turn(self, chat, turn, tools=None):
+        """Returns (a chat with its generation prompt, the end of it that the chat with the turn
+        lacks, what this chat has in its place)."""
+        prompt = self.text(chat, tools, True)
+        history = self.text([*chat, turn], tools)
+        shared = commonprefix([prompt, history])
+        n = len(re.sub(r"[<[][^]<>[\s]*$", "", shared))  # not the beginning of a tag
+        return prompt, prompt[n:].strip(), history[n:]
+
     # -- control tokens
 
     def _without_forged_tokens(self, ids_of, depends_on, messages, tools, trusted=()):
@@ -2211,6 +2278,7 @@ class ChatTemplate:
         Returns warnings. Raises BadInput if the template does not accept them."""
         self.check_prompt(prompt, tools)
         warnings = []
+        chats = []
         rounds = []  # (the name used in the messages below, the key of ROUNDS that is tried)
         if tools:
             tried = "a tool's answer" if self.shows_calls else AFTER_PLAIN_TURN
@@ -2225,14 +2293,25 @@ class ChatTemplate:
                 raise BadInput(
                     f"the model's chat template does not take {name}: {problem}. Choose another "
                     "model, or change the template (chat_template.jinja in the model's folder)")
-            if self.rewrites_history_in(round_name, tools):
+            chat, _ = _probe_chat([PROBE_USER, *ROUNDS[round_name]])
+            stop = self.call_end if "tool_calls" in chat[1] else self.answer_end
+            if self._suffix_or_error(chat[:2], chat[2:], stop, tools) is RewritesHistory:
                 warnings.append(
                     f"the chat template rewrites the history at {name}: the rollout goes on in a "
                     "new token sequence")
+            chats += [PROBE_USER], chat
         if rounds and self.answer_end is None:
             warnings.append(
                 "the chat template ends the assistant's turns without a token: each turn begins a "
                 "new token sequence")
+        for chat in chats if self.answer_end is not None else ():
+            turns = (PROBE_ANSWER, PROBE_REASONING)
+            lacking = min((self._prompt_and_turn(chat, turn, tools)[1] for turn in turns), key=len)
+            if lacking.replace(self.think_start, "").replace(self.think_end, "").strip():
+                warnings.append(
+                    f"the chat template's history lacks {lacking!r:.80} of its generation prompt: "
+                    "the rollout keeps it")
+                break
         if tools and not self.accepts_parallel_calls:
             warnings.append(
                 "the chat template takes one tool call in a turn: the model is told that others "
@@ -2266,6 +2345,8 @@ class ChatTemplate:
         form = json.dumps([probe, bool(tools)], default=repr)
         if probe and form not in self.checked_forms:
             problem = self.problem_with(probe, tools)
+            if not tools and self.no_tools is not None:
+                problem = problem or "it takes chats with tools only"
             if problem:
                 raise BadInput(f"the model's chat template does not take this prompt: {problem}")
             self.checked_forms.add(form)
@@ -2335,12 +2416,6 @@ class ChatTemplate:
             return all(text.count(each) > before.count(each) for each in said)
         return False
 
-    def rewrites_history_in(self, name: str, tools: list[dict]) -> bool:
-        """Returns whether the template rewrites the history in the round of this name."""
-        chat, _ = _probe_chat([PROBE_USER, *ROUNDS[name]])
-        stop = self.call_end if "tool_calls" in chat[1] else self.answer_end
-        return self._suffix_or_error(chat[:2], chat[2:], stop, tools) is RewritesHistory
-
     @functools.cached_property
     def writes_date(self) -> bool:
         """Whether the template writes today's date."""
@@ -2381,12 +2456,13 @@ class ChatTemplate:
 
         For Qwen that is "<|im_end|>\\n", followed by the replies."""
         _, words = _probe_chat([PROBE_USER, turn])
+        _, *words = words  # the turn's own
         with suppress(Exception):
             chat, _ = _probe_chat([PROBE_USER, turn, *replies])
-            last_word = [*words][-1]
-            _, found, text = self.text(chat).rpartition(last_word)
-            if found:
-                return text
+            text = self.text(chat)
+            if words[-1] in text:
+                # The last in the text: R1-Distill-Qwen writes calls before the text beside them.
+                return text[max(text.rfind(word) + len(word) for word in words) :]
         return None
 
     def _special_in(self, text):
@@ -2819,72 +2895,3 @@ def shorten(text: str, limit: int, side: str, tokenizer) -> str:
     head = tokenizer.decode(ids[:n_head])
     tail = tokenizer.decode(ids[len(ids) - n_tail :])
     return f"{head}...{tail}"
-
-
-# ---------------------------------------------------------------- demonstrations
-
-
-@dataclass
-class Demonstration:
-    """An engine that replays a demonstration: each call returns its next turn.
-
-    turns: the assistant's messages that are still to come.
-    loop: the agent loop that calls the engine.
-    stops: the ids that may end a turn.
-
-    No policy sampled these tokens, so their logprob is 0.0 and their version -1. If no turn
-    is left, the result is empty, and its stop reason "abort" ends the rollout."""
-
-    turns: list[dict]
-    loop: AgentLoopBase
-    stops: set[int]
-
-    async def generate(
-        self,
-        *,
-        prompt_ids: list[int],
-        sampling_params: dict,
-        image_data: list | None = None,
-        **ignored,
-    ) -> TokenOutput:
-        """Returns the next turn. Raises ValueError if it is too long, and as `turn_ids` does."""
-        ids = self.turn_ids(self.turns.pop(0)) if self.turns else []
-        n = len(ids)
-        room = sampling_params.get("max_tokens", n)
-        if n > room:
-            raise ValueError(f"a turn of the demonstration has {n} tokens, with room for {room}")
-        return TokenOutput(
-            token_ids=ids,
-            logprobs=[0.0] * n,
-            versions=[-1] * n,
-            stop_reason="stop" if ids else "abort",
-            prompt_ids=expand(prompt_ids, image_data or (), self.loop.processor),
-        )
-
-    def turn_ids(self, message: dict) -> list[int]:
-        """Returns the ids of a turn, including the stop token that ends it in the template.
-
-        They are the ids of the text that the template writes for the turn. If that text lacks
-        the message's content (some templates drop reasoning), they are the ids of the content
-        itself. Raises ValueError if the policy could not sample the turn: if it is empty, if
-        a stop token occurs inside it, or if the template does not end it with one."""
-        tokenizer = self.loop.tokenizer
-        template = self.loop.chat_template(self.stops)
-        turn = {"content": ""} | message
-        chat = [{"role": "user", "content": "?"}]
-        before = template.text(chat, add_generation_prompt=True)
-        written = template.text([*chat, turn]).partition(before)[2].removesuffix(template.closing)
-        written = written.removesuffix(template.end_of(written) or "")
-        if "tool_calls" not in turn and turn["content"] not in written:
-            written = turn["content"]
-        # After the prompt, because some tokenizers put a space before words in other places.
-        prompt_ids = _tokenise(tokenizer, before)
-        ids = _tokenise(tokenizer, before + written)
-        if ids[: len(prompt_ids)] == prompt_ids:
-            ids = ids[len(prompt_ids) :]
-        else:  # a token spans the border
-            ids = _inner_ids(tokenizer, written)
-        if not ids or not template.stops.isdisjoint(ids):
-            raise ValueError(f"the policy could not say this turn of a demonstration: {message}")
-        stop = template.call_end if "tool_calls" in turn else template.answer_end
-        return [*ids, tokenizer.eos_token_id if stop is None else stop]

@@ -211,8 +211,13 @@ def filter_overlong(
         bar = Bar(numbers, "prompts")
         return np.array([_prompt_length(rows, number, *context) for number in bar])
 
+    def check_first_row():  # the first with a demonstration, if there is one
+        shown = (row for row in map(rows.__getitem__, numbers) if row.get("demonstration"))
+        row = next(shown, rows[numbers[0]])
+        check_tokenizer(tokenizer, chat_tokenizer, row, task, args)
+
     lengths = on_main(lengths_of_prompts)  # (rows checked,)
-    on_main(check_tokenizer, tokenizer, chat_tokenizer, rows[numbers[0]], task, args)
+    on_main(check_first_row)
     too_long = lengths > limit
     need(
         not too_long.all(),

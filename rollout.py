@@ -49,11 +49,11 @@ from agent_loop import (
     AgentLoopBase,
     AgentLoopOutput,
     BadInput,
-    Demonstration,
     TokenOutput,
     agent_loop_class,
     call,
     checked_number,
+    expand,
     in_time,
     numeric_entries,
 )
@@ -738,6 +738,44 @@ class Member:
     validate: bool  # True in an evaluation
     is_greedy: bool = False  # a baseline of ReMax
     demonstration: Sequence[dict] = ()  # turns that are played instead of sampled
+
+
+@dataclass
+class Demonstration:
+    """An engine that replays a demonstration: each call returns its next turn.
+
+    turns: the assistant's messages that are still to come.
+    loop: the agent loop that calls the engine.
+    stops: the ids that may end a turn.
+
+    No policy sampled these tokens, so their logprob is 0.0 and their version -1. If no turn
+    is left, the result is empty, and its stop reason "abort" ends the rollout."""
+
+    turns: list[dict]
+    loop: AgentLoopBase
+    stops: set[int]
+    n_played: int = 0  # turns
+
+    async def generate(self, *, prompt_ids, sampling_params, image_data=None, **ignored):
+        """Returns the next turn as a TokenOutput.
+
+        Raises ValueError if it is too long, and as `ChatTemplate.turn_ids` does."""
+        ids = []
+        if self.turns:
+            self.n_played += 1
+            template = self.loop.chat_template(self.stops)
+            ids = template.turn_ids(self.turns.pop(0), prompt_ids, self.n_played)
+        n = len(ids)
+        room = sampling_params.get("max_tokens", n)
+        if n > room:
+            raise ValueError(f"a turn of the demonstration has {n} tokens, with room for {room}")
+        return TokenOutput(
+            token_ids=ids,
+            logprobs=[0.0] * n,
+            versions=[-1] * n,
+            stop_reason="stop" if ids else "abort",
+            prompt_ids=expand(prompt_ids, image_data or (), self.loop.processor),
+        )
 
 
 @dataclass(eq=False)

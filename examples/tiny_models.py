@@ -27,12 +27,12 @@ from transformers.utils import get_json_schema
 from agent_loop import (
     AgentLoopOutput,
     BadInput,
-    Demonstration,
     LoopArgs,
     agent_loop_class,
     task_tools,
 )
 from data import load_rows
+from rollout import Demonstration
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Each fixed string of examples/calculator.py is one token, so that a trajectory has 30-60. None

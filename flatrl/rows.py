@@ -110,17 +110,25 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     """Raises BadInput if a conversation that begins with a row does not reach the model unchanged.
 
     The chat template is tried on probe chats with the task's tools and users
-    (`ChatTemplate.check`). The prompt's tokens, decoded, must be its text again, except for
-    spaces and the form of accents, which some tokenizers normalise.
+    (`ChatTemplate.check`). It must also write the turns of the row's demonstration. The prompt's
+    tokens, decoded, must be its text again, except for spaces and the form of accents, which some
+    tokenizers normalise.
 
     templates: the tokenizer with the variables of --chat_template_args. args: LoopArgs."""
-    template = chat_template(templates)
+    args = args or LoopArgs()
+    template = chat_template(templates, think_tags=args.think_tags)
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
-    runs_tools = issubclass(agent_loop_class(row, task, args or LoopArgs()), ToolAgentLoop)
+    runs_tools = issubclass(agent_loop_class(row, task, args), ToolAgentLoop)
     has_user = runs_tools and bool(getattr(task, "INTERACTIONS", None))
     for warning in template.check(prompt, schemas if runs_tools else [], has_user):
         warnings.warn(warning, stacklevel=2)
+    with refusing(
+        f"row {row.get('index')}: the chat template does not write its demonstration (a turn may "
+        "also be a text, with its calls in the model's own format)"
+    ):
+        for turn in row.get("demonstration") or ():
+            template.turn_ids(turn)
     text = template.text(prompt, schemas, True)
     decoded = tokenizer.decode(template.render(prompt, schemas))
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))

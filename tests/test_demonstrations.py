@@ -18,17 +18,28 @@ from conftest import (
     rows_of,
     run,
 )
-from test_agent_loop import ANSWER, CALCULATOR, END, PROMPT, SUM, called, encode, tool_turn
+from test_agent_loop import (
+    ANSWER,
+    CALCULATOR,
+    END,
+    PROMPT,
+    SUM,
+    called,
+    encode,
+    tool_turn,
+    with_template,
+)
 from test_algos import output
+from test_templates import CHAT, PROMPTS
 from torch.testing import assert_close as close
 
 import data
 import train
-from agent_loop import BadInput, Demonstration, agent_loop_class
+from agent_loop import BadInput, agent_loop_class
 from examples import calculator, rollouts_to_rows
 from flatrl.files import to_json_lines
 from flatrl.metrics import batch_metrics
-from rollout import Pool, Rollouts, Session
+from rollout import Demonstration, Pool, Rollouts, Session
 from train import Args
 
 CALL = {
@@ -95,6 +106,23 @@ def test_tools_run_and_masks_are_exact(tokenizer, first):
     answer = {"role": "assistant", "content": ANSWER}
     assert output.messages == [*PROMPT, CALL, tool, answer]
     assert (output.stop_reason, output.num_turns) == ("stop", 4)
+
+
+def test_calls_have_the_ids_of_their_results(tokenizer):
+    """Mistral's template writes both."""
+    said = f"({SUM!r} + m.tool_calls[0].id if m.tool_calls else (m.tool_call_id or '') + m.content)"
+    other = with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS)
+    by_user = CALL | {"tool_calls": [CALL["tool_calls"][0] | {"id": "call_1"}]}
+    output, _ = play(other, [by_user, by_user, ANSWER])
+    text = other.decode(output.response_ids)
+    assert text.count("000001000") == text.count("000002000") == 2
+
+
+def test_a_template_that_does_not_write_the_calls_is_refused_at_the_start(tokenizer):
+    other = with_template(tokenizer, CHAT.replace("SAID", "m.content") + PROMPTS)
+    rows = [loaded(index=4), loaded(index=5, demonstration=["I calculate.", CALL])]
+    with pytest.raises(BadInput, match="^row 5: the chat template does not write .*calculator"):
+        data.filter_overlong(rows, other, CALCULATOR, Args(max_prompt_tokens=1000))
 
 
 def test_good_rollouts_become_rows_that_play_them(tokenizer, tiny_model, tmp_path, capsys):

@@ -41,7 +41,6 @@ import agent_loop
 from agent_loop import (
     BadInput,
     ChatTemplate,
-    Demonstration,
     LoopArgs,
     SingleTurnLoop,
     chat_template,
@@ -90,7 +89,6 @@ def test_a_rollout_has_the_ids_of_the_whole_chat(name, seed, tokenizer):
     """The policy says each turn as the template writes it. Empty blocks of thought may stay."""
     template = template_of(name, tokenizer)
     loop = SingleTurnLoop(None, template.tokenizer, None, None, LoopArgs(max_response_tokens=10**6))
-    player = Demonstration([], loop, template.stops)
     names = [each for each in agent_loop.ROUNDS if template.accepts(each)]
     if name in ("qwen3", "glm4"):
         names.append("reasoning")  # which they drop with the next question
@@ -102,9 +100,7 @@ def test_a_rollout_has_the_ids_of_the_whole_chat(name, seed, tokenizer):
     n_appended = 0
     n = 1
     while n < len(chat):
-        ids = player.turn_ids(chat[n])
-        if template.tokenizer.decode(trajectory.engine_ids).endswith("<think>\n"):
-            ids = encode(template.tokenizer, "</think>") + ids
+        ids = template.turn_ids(chat[n], trajectory.engine_ids)
         trajectory.add_given(ids)
         trajectory.stop_id = ids[-1]
         trajectory.messages.append(chat[n])
@@ -130,13 +126,12 @@ def test_observations_are_what_was_said_without_the_templates_tokens(name, token
     template = template_of(name, tokenizer)
     args = LoopArgs(max_response_tokens=10**6, observation_coef=0.1)
     loop = SingleTurnLoop(None, template.tokenizer, None, None, args)
-    player = Demonstration([], loop, template.stops)
     names = ("a user's answer", "a tool's answer", "two calls in a turn")
     for each, text in itertools.product(filter(template.accepts, names), SAID):
         chat, _ = agent_loop._probe_chat([agent_loop.PROBE_USER, *agent_loop.ROUNDS[each]])
         new = [message | {"content": text} for message in chat[2:]]
         trajectory = loop.start({"prompt": chat[:1]})
-        ids = player.turn_ids(chat[1])
+        ids = template.turn_ids(chat[1])
         trajectory.add_given(ids)
         trajectory.stop_id = ids[-1]
         trajectory.messages.append(chat[1])
@@ -245,10 +240,36 @@ def test_a_turn_of_a_demonstration_begins_as_behind_a_prompt(tokenizer):
     chat = CHAT.replace(BODY, "{{- '[' + m.role[0] + ']' + m.content + '<|im_end|>' }}")
     other = with_template(tokenizer, chat + "{{- '[a]' if add_generation_prompt }}")
     other.backend_tokenizer.normalizer = normalizers.Prepend("_")
-    loop = SingleTurnLoop(None, other, None, None, LoopArgs())
-    message = {"role": "assistant", "content": "hello"}
-    ids = Demonstration([], loop, {other.eos_token_id}).turn_ids(message)
+    ids = chat_template(other).turn_ids({"role": "assistant", "content": "hello"})
     assert other.decode(ids) == "hello<|im_end|>"
+
+
+# A template that drops thoughts, one that shows them in tags of its own, and one that does not
+# write the tags of an empty thought again. Each shows calls.
+DROPS = "(m.tool_calls or '') | string + m.content.split('</think>')[-1]"
+SHOWS = "('<T>' + m.reasoning_content + '</T>' if m.reasoning_content else '') + '<A>' + m.content"
+HM = {"reasoning_content": "hm"}
+ADD = {"content": "", "tool_calls": called(("add", {"a": 1}))}
+OPENED = {
+    "closed at once": (DROPS, "<think>\n", {"content": "2"}, "</think>\n\n2"),
+    "a thought": (DROPS, "<think>\n", HM | {"content": "2"}, "hm</think>\n\n2"),
+    "a thought in the text": (DROPS, "<think>\n", {"content": "<think>hm</think>2"}, "hm</think>2"),
+    "a call": (DROPS, "<think>\n", ADD, f"</think>\n\n{ADD['tool_calls']}"),
+    "other tags": (SHOWS, "<T>", {"content": "2"}, "</T><A>2"),
+    "other tags, closed": (f"'<A>' + {DROPS}", "<T></T>", {"content": "2"}, "<A>2"),
+    "closed": ("'</think>' + m.content", "<think></think>", {"content": "2"}, "2"),
+}
+
+
+@pytest.mark.parametrize("said, opened, turn, spoken", OPENED.values(), ids=OPENED)
+def test_a_turn_of_a_demonstration_ends_the_thought_of_its_prompt(
+    said, opened, turn, spoken, tokenizer
+):
+    prompts = PROMPTS + "{{- '" + opened + "' if add_generation_prompt }}"
+    said = f"(m.content if m.role == 'user' else {said})"
+    other = with_template(tokenizer, CHAT.replace("SAID", said) + prompts)
+    ids = chat_template(other).turn_ids({"role": "assistant"} | turn)
+    assert other.decode(ids) == f"{spoken}<|im_end|>"
 
 
 @pytest.mark.parametrize("room", [0, 1, "budget"])
@@ -447,6 +468,15 @@ def test_a_template_that_hides_a_message_is_refused(said, prompt, words, tokeniz
         check_tokenizer(other, other, {"prompt": prompt}, CALCULATOR)
 
 
+def test_a_template_for_chats_with_tools_takes_no_others(tokenizer):
+    """Hermes-2-Pro's raises if it gets no list of tools."""
+    listed = "{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}"
+    other = with_template(tokenizer, listed + CHAT.replace("SAID", "m.content") + PROMPTS)
+    check_tokenizer(other, other, {"prompt": PROMPT}, CALCULATOR)
+    with pytest.raises(BadInput, match="does not take this prompt: it takes chats with tools only"):
+        check_tokenizer(other, other, {"prompt": PROMPT}, SimpleNamespace())
+
+
 def test_earlier_reasoning_of_a_prompt_may_be_dropped(qwen3):
     prompt = [ADDS, {"role": "assistant", "reasoning_content": "Easy.", "content": "3"}, ADDS]
     check_tokenizer(qwen3, qwen3, {"prompt": prompt}, SimpleNamespace())
@@ -457,6 +487,18 @@ def test_a_template_that_writes_a_message_twice_is_named(tokenizer):
     other = with_template(tokenizer, CHAT.replace("SAID", twice) + PROMPTS)
     with pytest.warns(UserWarning, match="writes a message twice"):
         check_tokenizer(other, other, {"prompt": PROMPT}, SimpleNamespace())
+
+
+@pytest.mark.parametrize("prompt, warned", [
+    ("<T></T>", ["the chat template's history lacks '<T></T>' of its generation prompt"]),
+    ("<think>\\n</think>", []),  # an empty block of thought
+])  # fmt: skip
+def test_a_prompt_that_the_history_lacks_is_named(prompt, warned, tokenizer):
+    prompts = PROMPTS + "{{- '" + prompt + "' if add_generation_prompt }}"
+    other = with_template(tokenizer, CHAT.replace("SAID", "m.content") + prompts)
+    found = chat_template(other).check(PROMPT, [], has_user=True)
+    assert [each.partition(":")[0] for each in found] == warned
+    assert chat_template(other).check(PROMPT, [], has_user=False) == []  # one turn has no history
 
 
 def test_the_date_may_be_fixed(tokenizer):
@@ -536,6 +578,13 @@ def test_the_eos_behind_a_whole_chat_ends_no_turn(tokenizer):
     template = chat_template(phi3)
     assert phi3.convert_ids_to_tokens(template.answer_end) == "<|end|>"
     assert template.check([ADDS], [], has_user=True) == []
+
+
+def test_a_text_after_the_calls_is_not_part_of_an_end(tokenizer):
+    """R1-Distill-Qwen writes a turn's text behind its calls."""
+    said = "(m.tool_calls | string + '<|im_end|>' if m.tool_calls else '') + m.content"
+    template = chat_template(with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS))
+    assert template.ends == ["<|im_end|><|im_end|>\n", "<|im_end|>\n"]
 
 
 def test_a_user_is_tried_without_tools_that_the_task_does_not_have(tokenizer):
