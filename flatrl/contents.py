@@ -3,6 +3,7 @@ change."""
 
 import ast
 import hashlib
+import json
 import os
 import re
 import sys
@@ -27,11 +28,13 @@ def contents_of(args, task: ModuleType, rows: dict) -> dict[str, str]:
     """Returns {name of an input: a text that identifies its contents}.
 
     rows: by split, without overlong ones."""
+    engine_args = json.loads(args.engine_args)  # free to change, but for what the model sees
     contents = {
         "the task file, or a module of yours that it imports": _digest(_code(task)),
         ROWS: _of_rows(rows["train"], args.seed),
         VAL_ROWS: _of_rows(rows["val"], args.seed),
         MODEL: _of_model(args.model),
+        "mm_processor_kwargs of --engine_args": as_text(engine_args.get("mm_processor_kwargs")),
     }
     if args.ref_model:
         contents["the files of --ref_model"] = _of_model(args.ref_model)

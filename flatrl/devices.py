@@ -58,11 +58,13 @@ def device_defaults(args, cuda: bool) -> dict:
     On CUDA, FSDP2 does the mixed precision, even on one rank, because autocast would keep
     activations in float32, unlike vLLM.
     Raises BadInput if the device can't do what args ask for."""
-    need(
-        cuda or not torch.version.cuda,
-        "torch is CUDA's build, and there is no GPU that it can use: update the driver to "
-        "580 or later (nvidia-smi), or without a GPU source install.sh",
+    problem = (
+        "there is no GPU that it can use: update the driver to 580 or later (nvidia-smi), or "
+        "without a GPU source install.sh"
     )
+    if torch.cuda.is_available():
+        problem = "accelerate was told to use the CPU: leave out --cpu, or use_cpu in its config"
+    need(cuda or not torch.version.cuda, f"torch is CUDA's build, and {problem}")
     need(
         not (cuda and args.deterministic),
         "--deterministic: on CUDA attention's gradients vary",

@@ -56,6 +56,9 @@ def test_what_a_host_cannot_do_is_refused(monkeypatch):
     with pytest.raises(BadInput, match="^torch is CUDA's build, and there is no GPU .* 580 or"):
         devices.device_defaults(Args(), cuda=False)
     devices.device_defaults(Args(), cuda=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(BadInput, match="and accelerate was told to use the CPU: leave out --cpu"):
+        devices.device_defaults(Args(), cuda=False)
 
 
 def accelerator_of(device: str = "cpu"):

@@ -328,13 +328,15 @@ def choices() -> np.ndarray:
     return np.array([f"choice {i}" for i in range(3)], dtype=object)
 
 
-TASK, ROWS, VAL_ROWS, MODEL, REF_MODEL = (
+TASK, ROWS, VAL_ROWS, MODEL, REF_MODEL, IMAGES = (
     "the task file, or a module of yours that it imports",
     "the training rows",
     "the validation rows",
     "the files of --model",
     "the files of --ref_model",
+    "mm_processor_kwargs of --engine_args",
 )
+SMALLER = '{"mm_processor_kwargs": {"max_pixels": 3136}}'
 
 
 @pytest.mark.parametrize("edit, changed", [
@@ -352,6 +354,8 @@ TASK, ROWS, VAL_ROWS, MODEL, REF_MODEL = (
     (lambda folder, rows: overwrite(folder / "model/model.safetensors", 99_999), [MODEL]),
     (lambda folder, rows: (folder / "model/chat_template.jinja").write_text("{{ 1 }}"), [MODEL]),
     (lambda folder, rows: overwrite(folder / "teacher/tokenizer.json", 9), [REF_MODEL]),
+    (lambda folder, rows: (folder / "engine_args").write_text('{"max_num_seqs": 9}'), []),
+    (lambda folder, rows: (folder / "engine_args").write_text(SMALLER), [IMAGES]),
 ])  # fmt: skip
 def test_what_changed_under_its_name_is_named(edit, changed, tmp_path, monkeypatch, capsys):
     """... and refused, except for validation rows."""
@@ -377,8 +381,10 @@ def load(split):
     rows["val"] = [{"at": object()}, {}]
     models = dict(model=str(tmp_path / "model"), ref_model=str(tmp_path / "teacher"))
     args = Args(output_dir=str(tmp_path), resume=True, **models)
+    (tmp_path / "engine_args").write_text("{}")
 
     def contents():
+        args.engine_args = (tmp_path / "engine_args").read_text()
         monkeypatch.delitem(sys.modules, "graders_of_this_test", raising=False)
         return contents_of(args, load_task(str(tmp_path / "task.py")), rows)
 
