@@ -212,6 +212,14 @@ def run_as_script(main: Callable, parse: Callable):
         # Keeps the run's tasks, as for any other error: at their end they would print theirs.
         sys.last_value = error
         status = 2
+    except torch.OutOfMemoryError:
+        print(
+            "train.py: out of GPU memory (see the end of the traceback): lower "
+            "--tokens_per_micro_batch or --gpu_memory_utilization, or give "
+            "--gradient_checkpointing, --offload all or --shard (docs/scaling.md#memory)",
+            file=sys.stderr,
+        )
+        raise
     finally:
         gc.unfreeze()  # vLLM froze it: triton's binding would print what is not freed
         timer = threading.Timer(LEFT_BEHIND_S, os._exit, [status])

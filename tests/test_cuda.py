@@ -61,6 +61,24 @@ def test_what_a_host_cannot_do_is_refused(monkeypatch):
         devices.device_defaults(Args(), cuda=False)
 
 
+def test_a_process_takes_its_share_of_the_cores(monkeypatch):
+    """... and switches often between the threads that call the GPU and the tools."""
+    taken = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda rank: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: taken.update(threads=n))
+    monkeypatch.setattr(devices.sys, "setswitchinterval", lambda s: taken.update(interval=s))
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(devices.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(devices.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(devices, "ranks_of_host", lambda: 4)
+    monkeypatch.setattr(devices, "join_group", lambda backend: taken.update(backend=backend))
+    monkeypatch.setattr(devices, "Accelerator", lambda **settings: settings)
+    accelerator, _ = devices.start_processes(Args())
+    assert accelerator == {"cpu": False, "mixed_precision": "bf16"}
+    assert taken == {"threads": 4, "interval": 2e-4, "backend": "cpu:gloo,cuda:nccl"}
+
+
 def accelerator_of(device: str = "cpu"):
     return types.SimpleNamespace(device=torch.device(device), prepare_model=lambda net, **_: net,
                                  clip_grad_norm_=torch.nn.utils.clip_grad_norm_)  # fmt: skip
@@ -268,6 +286,20 @@ def test_cuda_graphs_are_captured_for_all_batches(args, monkeypatch, flags, conf
     arguments = vllm_engine.vllm_arguments("x", dataclasses.replace(args, **flags), CUDA)
     names = ("disable_custom_all_reduce", "max_cudagraph_capture_size")
     assert {name: arguments[name] for name in names if name in arguments} == expected
+
+
+@pytest.mark.parametrize("state, calls", [("asleep", ["wake", "end"]), ("awake", ["end"])])
+def test_an_engine_that_sleeps_is_woken_before_its_end(monkeypatch, state, calls):
+    """vLLM prints a CUDA error for each part of the memory that sleep has unmapped."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    engine = object.__new__(rollout.Engine)
+    engine.state = state
+    core = types.SimpleNamespace(shutdown=lambda: found.append("end"))
+    engine.core = types.SimpleNamespace(wake_up=lambda: found.append("wake"), engine_core=core)
+    engine.close()
+    assert found == calls
 
 
 def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monkeypatch):

@@ -15,6 +15,7 @@ from flatrl import processes
 CASES = """
 import concurrent.futures, json, multiprocessing, os, signal, sys, threading, time
 sys.path.insert(0, os.getcwd())
+import torch
 import torch.distributed as dist
 from agent_loop import BadInput
 from flatrl import processes
@@ -52,6 +53,7 @@ cases = {
     "Ctrl-C": lambda: raises(KeyboardInterrupt()),
     "input": lambda: raises(BadInput("no")),
     "error": lambda: (pool(), 1 / 0),
+    "memory": lambda: raises(torch.OutOfMemoryError("CUDA out of memory")),
 }
 codes = {}
 for name, case in cases.items():
@@ -72,7 +74,9 @@ def test_exit_codes(cache, tmp_path):
     printed = run(script=str(script), cache=cache)
     codes = json.loads(printed.splitlines()[-1])
     ended = {"grader": 0, "end": 0, "pool": 0, "thread": 0}
-    assert codes == ended | {"stopped": 130, "Ctrl-C": 130, "input": 2, "error": 1}, printed
+    failed = {"stopped": 130, "Ctrl-C": 130, "input": 2, "error": 1, "memory": 1}
+    assert codes == ended | failed, printed
+    assert printed.count("out of GPU memory (see") == printed.count("Error: CUDA out of") == 1
     assert "train.py: error: no" in printed
     # Of Ctrl-C before the run began; a run says itself where it stopped.
     assert printed.count("train.py: stopped") == 1
@@ -88,6 +92,7 @@ def test_sys_exit_in_a_task_does_not_end_the_loop():
 @pytest.mark.parametrize("error, message", [
     (OSError(28, "No space left"), "[Errno 28] No space left"),
     (BadInput("--lr is odd"), "--lr is odd"),
+    (TimeoutError(), "TimeoutError()"),
 ])  # fmt: skip
 def test_an_error_of_the_main_rank_is_bad_input_on_all(error, message, process_group, monkeypatch):
     def fails():
