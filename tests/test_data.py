@@ -103,7 +103,7 @@ def test_rows_are_numbered_and_get_the_system_prompt():
     filled = [{"role": "user", "content": "hello", "tool_calls": None}]  # as parquet does
     source = [
         {"prompt": HELLO, "index": 7, "extra_info": {"index": 8}},
-        {"prompt": own, "extra_info": {"index": 42}},
+        {"prompt": own, "extra_info": {"index": 42, "tools_kwargs": {"add": None}}},
         {"prompt": filled, "extra_info": None},
         {"prompt": "hello", "index": None, "extra_info": {"index": None}},
     ]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 
 import pytest
 from hypothesis import given, settings
@@ -83,6 +84,15 @@ def test_no_parser_lets_an_exception_out(wide, parsers, text, data):
         assert isinstance(call["name"], str) and isinstance(call["arguments"], dict)
         json.dumps(call["arguments"], allow_nan=False)  # an endpoint's answer takes no NaN
         assert call["error"] is None or isinstance(call["error"], str)
+
+
+def test_a_malformed_call_is_not_logged(wide, caplog):
+    """vLLM would log a traceback for each."""
+    logger = logging.getLogger("vllm.tool_parsers")
+    logger.addHandler(caplog.handler)
+    _, (call,) = parse_tool_calls('<tool_call>{"name": }</tool_call>', "hermes", wide, SCHEMAS)
+    logger.removeHandler(caplog.handler)
+    assert call["error"] and not caplog.records
 
 
 def test_a_newline_before_the_tag_is_no_reasoning():  # GLM writes it
