@@ -1452,7 +1452,7 @@ class Pool:
             return
         self.future.cancel()
         self.engine.abort_all()
-        self.ended.wait(timeout=10)
+        self.ended.wait(timeout=10)  # no tool that is hard to release may hold up the end
         self.engine.end_phase()
 
 

@@ -162,8 +162,9 @@ def check_changes(args, contents: dict[str, str], own_model: bool) -> dict[str, 
 
     contents: as from `contents_of`. Not compared are FLAGS_FREE_TO_CHANGE_ON_RESUME, num_steps at
     a constant rate and, if the task builds the model itself (own_model), the folder in which it
-    was built. Other validation rows are only reported. Raises BadInput if anything else differs,
-    unless --resume is "changed". Returns {} without --resume."""
+    was built and, where they no longer matter, the starting weights. Other validation rows are only
+    reported. Raises BadInput if anything else differs, unless --resume is "changed". Returns {}
+    without --resume."""
     if not args.resume:
         return {}
     about = json.loads(Path(args.output_dir, "args.json").read_text())
@@ -172,7 +173,11 @@ def check_changes(args, contents: dict[str, str], own_model: bool) -> dict[str, 
     if args.lr_schedule == "constant":
         free.add("num_steps")
     if own_model and Path(before["model"]).parent == Path(args.model).parent:
-        free |= {"model", MODEL}
+        free.add("model")
+        # Other starting weights are replaced by the checkpoint's, but not beneath adapters, and
+        # not in a reference.
+        if not args.lora_rank and (args.ref_model or args.hints or not args.has_reference):
+            free.add(MODEL)
     changed = {}
     for name, value in before.items():
         now = getattr(args, name, value)  # an older version's flag may be gone

@@ -1,6 +1,7 @@
 """A run's folder: whose it is, and what a kill, a full disk or other flags do to it."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -407,6 +408,9 @@ def load(split):
     assert checkpoints.check_changes(args, now, False) == {name: change}
     of_own_model = {} if name == MODEL else {name: change}
     assert checkpoints.check_changes(args, now, True) == of_own_model
+    for flags in dict(lora_rank=2), dict(kl_coef=0.1, ref_model=None):
+        other = dataclasses.replace(args, **flags)
+        assert name in checkpoints.check_changes(other, now, True)
 
 
 @pytest.mark.parametrize("history, sampler, next_prompt, changed, fits", [
