@@ -155,6 +155,34 @@ def aged():
 
 
 @table
+def echo():
+    yield "mean reward of all steps", "seed 0", "seed 1", "seed 2"
+    known = runs("echo")
+    for task in ("calculator", "maze"):
+        for coef in ("0", "0.05"):
+            seeds = (known[f"{task}_{coef}_{seed}"] for seed in range(3))
+            means = (f"{fmean(run.values('reward/mean')):.3f}" for run in seeds)
+            yield f"{task}, `--observation_coef {coef}`", *means
+
+
+@table
+def distillation():
+    """A cell has the trajectories until a held-out reward of 0.9, and the last such reward."""
+    yield "trajectories to 0.9, held-out reward in the end", "seed 0", "seed 1", "seed 2"
+
+    def numbers(run: Run) -> str:
+        rewards = {line["step"]: line["eval/reward"] for line in run.lines if "eval/reward" in line}
+        reached = [step for step, reward in rewards.items() if reward >= 0.9]
+        trained = run.values("rollout/trajectories")  # in each step from the first
+        n = f"{sum(trained[: reached[0]]):.0f}" if reached else "never"
+        return f"{n}, {[*rewards.values()][-1]:.3f}"
+
+    known = runs("distillation")
+    for kind in ("k1", "top16"):
+        yield f"`--kl_kind {kind}`", *(numbers(known[f"{kind}_{seed}"]) for seed in range(3))
+
+
+@table
 def staleness():
     yield "rollout", "trajectories per second", "mean staleness", "largest of a step"
     for run in runs("staleness").values():

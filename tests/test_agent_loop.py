@@ -475,6 +475,16 @@ def test_a_rollout(play, lines, flags, parts, reason, answers):
     assert answered == [each["id"] for each in made][:n_calls]
 
 
+def test_one_call_at_a_time_though_the_template_takes_several(play):
+    """The message shows the call that is executed, and its response names the others."""
+    output, engine = play(SUMS, "ok", max_parallel_calls=1)
+    said = "2\nError: 2 more calls were not executed: call one tool at a time"
+    assert_response(output, engine, SUMS + END, tool_turn(said), "ok" + END)
+    assert (output.metrics["tool_calls"], output.metrics["tool_errors"]) == (1, 2)
+    (shown,) = output.messages[-3]["tool_calls"]
+    assert shown["function"]["arguments"] == {"expression": "1+1"}
+
+
 def test_a_rollout_past_its_budget_keeps_what_it_has(play):
     class Late(Notes):
         execute = staticmethod(too_late)

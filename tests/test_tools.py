@@ -140,6 +140,10 @@ def variadic(*x: str): ...
 
 
 @documented
+def positional(x: str, /): ...
+
+
+@documented
 def untyped(x): ...
 
 
@@ -164,6 +168,7 @@ def takes_more(database, **kwargs): ...
 
 REFUSED = {
     "variadic": (variadic, r"`\*x: str` is variadic positional.* a list"),
+    "positional": (positional, "`x: str` is positional-only.* make it an ordinary one"),
     "untyped": (untyped, "Argument x is missing a type hint"),
     "numpy_doc": (numpy_doc, "no description for the argument 'x'.*Google-style"),
     "yields": (yields, "generator, so return a list"),
