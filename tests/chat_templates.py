@@ -1,4 +1,4 @@
-"""Chat templates of thirteen models, rebuilt in small, with their special tokens and stop ids.
+"""Chat templates of fourteen models, rebuilt in small, with their special tokens and stop ids.
 
 They raise, trim, drop and rewrite like the originals, and write calls, answers, reasoning and
 dates in the same places. Only the fixed instructions about tools are shorter, and gpt-oss gets
@@ -184,7 +184,18 @@ MISTRAL03 = r"""
 {%- endfor %}
 """
 
-# Raises unless roles alternate. The system prompt becomes part of the first question. Trims contents.
+# Raises for a system prompt, and unless roles alternate. Trims contents.
+GEMMA2 = r"""
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
+{%- for m in messages %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
+    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
+"""
+
+# The same, but the system prompt becomes part of the first question.
 GEMMA3 = r"""
 {{- bos_token }}
 {%- set system = '' %}
@@ -394,6 +405,7 @@ FAMILIES = {
     "llama3.2": Family(LLAMA32, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
     "llama2": Family(LLAMA2, "<s> </s>", "</s>", bos="<s>"),
     "mistral0.3": Family(MISTRAL03, MISTRAL3, "</s>", bos="<s>"),
+    "gemma2": Family(GEMMA2, GEMMA, "<eos> <end_of_turn>", "<end_of_turn>", bos="<bos>"),
     "gemma3": Family(GEMMA3, GEMMA, "<eos> <end_of_turn>", "<end_of_turn>", bos="<bos>"),
     "phi3": Family(PHI3, PHI, PHI_STOPS, "<|end|>", bos="<s>"),
     "deepseek-r1": Family(DEEPSEEK_R1, R1_BOS + " " + R1_EOS, R1_EOS, bos=R1_BOS, markup=R1_MARKUP),

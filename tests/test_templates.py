@@ -1,4 +1,4 @@
-"""Conversations under the chat templates of thirteen models (tests/chat_templates.py).
+"""Conversations under the chat templates of fourteen models (tests/chat_templates.py).
 
 A rollout is what the whole chat is when it is rendered at once; or it forks, where a template
 rewrites the history; or the template is refused before the run.
@@ -75,7 +75,7 @@ def play(tokenizer, task, row, stop_ids, *lines, **flags):
 
 # ---------------------------------------------------------------- the whole chat at once
 
-WITHOUT_TOOLS = ("llama2", "gemma3", "phi3")
+WITHOUT_TOOLS = ("llama2", "gemma2", "gemma3", "phi3")
 
 
 def template_of(name, tokenizer) -> ChatTemplate:
@@ -163,6 +163,12 @@ def test_what_probe_chats_tell(name, tokenizer):
             check_tokenizer(template.tokenizer, template.tokenizer, row, task)
     else:
         check_tokenizer(template.tokenizer, template.tokenizer, row, task)
+    row = {"prompt": [{"role": "system", "content": "Add."}, *PROMPT]}
+    if name == "gemma2":
+        with pytest.raises(BadInput, match="not take this prompt: it raises .*System role not"):
+            check_tokenizer(template.tokenizer, template.tokenizer, row, SimpleNamespace())
+    else:
+        check_tokenizer(template.tokenizer, template.tokenizer, row, SimpleNamespace())
 
 
 NESTED = call(expression="LISTS").replace('"LISTS"', "[" * 700 + "]" * 700)
