@@ -6,11 +6,14 @@
 CPU milliseconds of single turns in a scripted trajectory, without a model. `append` renders and
 tokenises the messages between two turns. TRL (tool turns only, if it is installed) and verl
 (rewritten here) render a dummy chat for that.
+
+Before that, the memory of a step in which one trajectory is much longer than the others.
 """
 
 import argparse
 import asyncio
 import itertools
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -19,8 +22,10 @@ from statistics import median
 from types import SimpleNamespace
 
 import common
+import psutil
 
 from agent_loop import Interaction, LoopArgs, TokenOutput, ToolAgentLoop
+from data import make_batch
 from examples import calculator
 from examples.tiny_models import make_tokenizer
 
@@ -121,6 +126,25 @@ def trl_suffix(tokenizer):
     return partial(GRPOTrainer._get_tool_suffix_ids, trainer)
 
 
+def memory() -> dict:
+    """Returns the MB of a step's tensors: one trajectory of 32k tokens among 255 of 2k."""
+    prompt = [1] * 200
+    outputs = []
+    for n in [32_000 - len(prompt)] + [2_000 - len(prompt)] * 255:
+        answer = TokenOutput([1] * n, [-1.0] * n, [0] * n, "stop", prompt)
+        outputs += common.as_outputs([prompt], [answer])
+        outputs[-1].extra = {"prompt": 0, "sample": len(outputs)}
+    before = psutil.Process().memory_info().rss
+    batch = make_batch(outputs)
+    layout = batch.layout
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    of_layout = (layout.sampled, layout.nearest_place, layout.mask, *layout.places)
+    sizes = [sum(x.nbytes for x in tensors) for tensors in (batch.values(), of_layout)]
+    batch_mb, layout_mb, peak_mb = (round(size / 1e6) for size in (*sizes, peak))
+    print(f"MB of a step: batch {batch_mb}, layout {layout_mb}, peak {peak_mb}")
+    return {"label": "memory", "batch_mb": batch_mb, "layout_mb": layout_mb, "peak_mb": peak_mb}
+
+
 def measure(options: argparse.Namespace) -> Iterator[dict]:
     """Yields medians of the rounds and of NEAR turns. growth: of the last one from turn 2 on."""
     turns = [turn for turn in SHOWN if turn <= options.turns]
@@ -144,7 +168,7 @@ def main() -> None:
     templates = ["qwen2.5", "qwen3", "llama3.1"]
     parser.add_argument("--template", nargs="+", choices=FAMILIES, default=templates)
     options = parser.parse_args()
-    common.write_rows(options.out, [*measure(options)])
+    common.write_rows(options.out, [memory(), *measure(options)])
 
 
 if __name__ == "__main__":

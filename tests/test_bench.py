@@ -25,7 +25,11 @@ RUNS = {
     ),
     "horizon": (
         "--template qwen2.5 --turns 10 --rounds 1".split(),
-        [r"qwen2\.5 tool: append +# +# +# +#$", r"qwen2\.5 reasoning: verl +# +# +# +#$"],
+        [
+            "MB of a step: batch #, layout #, peak #$",
+            r"qwen2\.5 tool: append +# +# +# +#$",
+            r"qwen2\.5 reasoning: verl +# +# +# +#$",
+        ],
     ),
     # Experts, a model of vLLM's Transformers backend, and one that does not exist.
     "models": (
