@@ -352,7 +352,7 @@ def tools():
 def horizon():
     turns = (2, 10, 50, 100, 200)
     yield "CPU ms of turn", *map(str, turns), "200 in TRL", "in verl"
-    lines = [line for line in runs("horizon")["turns"].lines if line["numbers"]]
+    lines = [line for line in runs("horizon")["turns"].lines if line.get("numbers")]
     known = {line["label"]: dict(zip(line["turns"], line["numbers"])) for line in lines}
     for label, ms in known.items():
         what, _, way = label.partition(": ")
@@ -360,6 +360,14 @@ def horizon():
             others = [known.get(f"{what}: {side}", {}).get(200) for side in ("TRL", "verl")]
             cells = [*(ms[turn] for turn in turns), *others]
             yield what, *("" if cell is None else f"{cell:.1f}" for cell in cells)
+
+
+@table
+def horizon_memory():
+    yield "MB of a step", "batch", "layout", "peak"
+    [line] = [line for line in runs("horizon")["turns"].lines if line["label"] == "memory"]
+    sizes = (str(line[f"{name}_mb"]) for name in ("batch", "layout", "peak"))
+    yield "a trajectory of 32k tokens, 255 of 2k", *sizes
 
 
 @table
