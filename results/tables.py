@@ -271,6 +271,9 @@ def bisection_smollm2():
         first, then = known[f"imitation_{seed}"], known[f"seed_{seed}"]
         then.seconds += first.seconds
         yield f"the reward, seed {seed}", *then.at("eval/reward", 0, 20), then.duration()
+    first, then = known["avx2_imitation_0"], known["avx2_0"]
+    then.seconds += first.seconds
+    yield "seed 0 in float32, AVX2 alone", *then.at("eval/reward", 0, 20), then.duration()
 
 
 @table
