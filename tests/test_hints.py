@@ -9,7 +9,7 @@ import conftest
 import pytest
 import torch
 from conftest import REPO, TINY, metrics_of, run
-from test_agent_loop import Script
+from test_agent_loop import Script, call
 from test_rollout import hf_model
 
 import data
@@ -176,3 +176,28 @@ def test_the_examples_teacher_is_told_where_the_answer_was_wrong(tokenizer):
         told = tokenizer.decode(output.extra["told_prompt_ids"])
         plain = tokenizer.decode(output.prompt_ids)
         assert (row["hint"] in told) == is_told and (told == plain) == (not is_told)
+
+
+def test_the_examples_teacher_is_told_what_a_right_sibling_called(tokenizer):
+    """Nobody waits for a rollout that fails."""
+    row = data.load_rows(hints, "train")[0] | {"step": 0, "index": 0, "validate": False}
+    number = row["reward_model"]["ground_truth"]
+    answer = f"<answer>{number}</answer>"
+    played = [["<answer>0</answer>"], [call(expression=f"{number}+0"), answer], [answer], []]
+
+    async def group(**flags) -> list:
+        args = Args(model="x", max_model_len=400, max_response_tokens=200, **flags)
+        loops = [
+            hints.Siblings(Script(tokenizer, turns), tokenizer, None, hints, args)
+            for turns in played
+        ]
+        runs = [loop.run({}, **row) for loop in loops]
+        return await asyncio.gather(*runs, return_exceptions=True)
+
+    *outputs, error = asyncio.run(group())
+    assert isinstance(error, Exception)
+    first, *others = [output.extra["told_prompt_ids"] for (output,) in outputs]
+    assert f"Call {number}+0." in tokenizer.decode(first)
+    assert others == [outputs[0][0].prompt_ids] * 2
+    assert not hints.GROUPS
+    assert all("--deterministic" in str(error) for error in asyncio.run(group(deterministic=True)))
