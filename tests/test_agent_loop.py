@@ -389,6 +389,14 @@ def test_a_call_past_its_deadline(play):
     assert "tool_errors" not in output.metrics
 
 
+def test_a_tools_reward_past_its_deadline_is_named(play):
+    notes = Notes()
+    notes.calc_reward = too_late
+    said = f"^calc_reward of tool 'notes' took longer than {HANGS} seconds$"
+    with pytest.raises(agent_loop.CallTimeoutError, match=said):
+        play(call("notes"), "bye", task=task_of(notes), tool_timeout=HANGS)
+
+
 @pytest.mark.parametrize("text, limit, side, said", [
     ("0123456789", 10, "middle", "0123456789"),  # fits
     ("0123456789" * 2, 9, "middle", "01234...6789"),  # the odd token goes to the front

@@ -5,12 +5,14 @@ import dataclasses
 import pytest
 import torch
 import transformers
+import vllm
 from conftest import SMALL_CACHE
 
 import train
 from agent_loop import BadInput
 from flatrl import models
 from flatrl.vllm_engine import check_model
+from rollout import Engine
 from train import Args
 
 CPU = torch.device("cpu")
@@ -55,6 +57,15 @@ def test_a_model_that_vllm_does_not_serve(tmp_path, tiny_model, process_group):
     assert line.startswith(f"--model {tmp_path}, --engine_args ")
     assert "Model architectures ['CodeGenForCausalLM'] are not supported for now" in line
     check_model(args_of(tiny_model, engine_args=SMALL_CACHE), CPU)  # as for one that it serves
+
+
+def test_an_engine_that_does_not_start_is_one_line(tiny_model, process_group, monkeypatch):
+    def fails(**_):
+        raise AssertionError("no room\nfor it")
+
+    monkeypatch.setattr(vllm, "LLM", fails)
+    line = refusal(Engine, tiny_model, args_of(tiny_model), CPU)
+    assert line.endswith("vLLM's engine does not start: AssertionError: no room for it")
 
 
 LONG = {
