@@ -423,7 +423,8 @@ def models():
     """A row for each verdict; its numbers are the largest of its architectures."""
     yield "architecture", "engine and trainer", "mean", "max"
     by_verdict: dict[str, list[dict]] = {}
-    for line in runs("models")["models"].lines:
+    lines = [line for run in runs("models").values() for line in run.lines]
+    for line in lines:
         by_verdict.setdefault(line["verdict"], []).append(line)
     for verdict, lines in by_verdict.items():
         names = ", ".join(line["name"] for line in lines)
