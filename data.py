@@ -56,7 +56,7 @@ from flatrl.contents import as_text
 from flatrl.devices import to_device
 from flatrl.hints import told_outputs, told_prompt
 from flatrl.processes import on_main
-from flatrl.rows import check_row, check_tokenizer, tool_schemas
+from flatrl.rows import check_demonstration, check_row, check_tokenizer, tool_schemas
 from flatrl.tables import Rows, prompt_order, read_files
 from flatrl.terminal import Bar
 from flatrl.units import Outputs, last_outputs, rollout_of, unit_of
@@ -186,8 +186,9 @@ def filter_overlong(
 ) -> Sequence[dict]:
     """Checks rows and tokenizer, and returns the rows whose prompts are not too long.
 
-    The limit is args.max_prompt_tokens tokens of the rendered prompt. `_prompt_length` and
-    `check_tokenizer` list what else is checked. The main rank does it for all ranks.
+    The limit is args.max_prompt_tokens tokens of the rendered prompt. `_prompt_length`,
+    `check_tokenizer` and, if args play demonstrations, `check_demonstration` list what else is
+    checked. The main rank does it for all ranks.
 
     Of more than MAX_ROWS_CHECKED_AT_START rows, only a sample is checked now: the first thousand
     that will be drawn. Nothing is removed then. Instead, whoever accesses an overlong row of the
@@ -211,13 +212,13 @@ def filter_overlong(
         bar = Bar(numbers, "prompts")
         return np.array([_prompt_length(rows, number, *context) for number in bar])
 
-    def check_first_row():  # the first with a demonstration, if there is one
-        shown = (row for row in map(rows.__getitem__, numbers) if row.get("demonstration"))
-        row = next(shown, rows[numbers[0]])
-        check_tokenizer(tokenizer, chat_tokenizer, row, task, args)
+    def check_first_rows():
+        check_tokenizer(tokenizer, chat_tokenizer, rows[numbers[0]], task, args)
+        if args.num_steps and args.imitation_steps != 0:
+            check_demonstration(map(rows.__getitem__, numbers), chat_tokenizer, args)
 
     lengths = on_main(lengths_of_prompts)  # (rows checked,)
-    on_main(check_first_row)
+    on_main(check_first_rows)
     too_long = lengths > limit
     need(
         not too_long.all(),

@@ -919,10 +919,10 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
     rows: by split, also in the result. Raises BadInput if model, teacher and rows don't fit."""
     tokenizer, processor = models.load_tokenizer(args, task)
     models.check_teacher(args, tokenizer)
-    without_hints = replace(args, hints=False)  # evaluations never show them
+    of_eval = replace(args, hints=False, imitation_steps=0)  # it shows and plays none
     rows = {
         "train": data.filter_overlong(rows["train"], tokenizer, task, args, processor),
-        "val": data.filter_overlong(rows["val"], tokenizer, task, without_hints, processor),
+        "val": data.filter_overlong(rows["val"], tokenizer, task, of_eval, processor),
     }
     return tokenizer, processor, rows
 

@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from collections.abc import Iterable
 from copy import copy
 from pathlib import Path
 from unicodedata import normalize
@@ -110,9 +111,8 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     """Raises BadInput if a conversation that begins with a row does not reach the model unchanged.
 
     The chat template is tried on probe chats with the task's tools and users
-    (`ChatTemplate.check`). It must also write the turns of the row's demonstration. The prompt's
-    tokens, decoded, must be its text again, except for spaces and the form of accents, which some
-    tokenizers normalise.
+    (`ChatTemplate.check`). The prompt's tokens, decoded, must be its text again, except for
+    spaces and the form of accents, which some tokenizers normalise.
 
     templates: the tokenizer with the variables of --chat_template_args. args: LoopArgs."""
     args = args or LoopArgs()
@@ -123,12 +123,6 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     has_user = runs_tools and bool(getattr(task, "INTERACTIONS", None))
     for warning in template.check(prompt, schemas if runs_tools else [], has_user):
         warnings.warn(warning, stacklevel=2)
-    with refusing(
-        f"row {row.get('index')}: the chat template does not write its demonstration (a turn may "
-        "also be a text, with its calls in the model's own format)"
-    ):
-        for turn in row.get("demonstration") or ():
-            template.turn_ids(turn)
     text = template.text(prompt, schemas, True)
     decoded = tokenizer.decode(template.render(prompt, schemas))
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
@@ -136,6 +130,18 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
         text == decoded,
         f"the tokenizer does not give a prompt back: {text!r:.80} is {decoded!r:.80} when decoded",
     )
+
+
+def check_demonstration(rows: Iterable[dict], templates, args):
+    """Raises BadInput if the chat template can't write the first demonstration of the rows."""
+    template = chat_template(templates, think_tags=args.think_tags)
+    row = next((row for row in rows if row.get("demonstration")), {})
+    with refusing(
+        f"row {row.get('index')}: the chat template does not write its demonstration (a turn may "
+        "also be a text, with its calls in the model's own format)"
+    ):
+        for turn in row.get("demonstration", ()):
+            template.turn_ids(turn)
 
 
 def copy_containers(tree):

@@ -123,6 +123,9 @@ def test_a_template_that_does_not_write_the_calls_is_refused_at_the_start(tokeni
     rows = [loaded(index=4), loaded(index=5, demonstration=["I calculate.", CALL])]
     with pytest.raises(BadInput, match="^row 5: the chat template does not write .*calculator"):
         data.filter_overlong(rows, other, CALCULATOR, Args(max_prompt_tokens=1000))
+    for unused in dict(imitation_steps=0), dict(num_steps=0):
+        args = Args(max_prompt_tokens=1000, **unused)
+        assert data.filter_overlong(rows, other, CALCULATOR, args) == rows
 
 
 def test_good_rollouts_become_rows_that_play_them(tokenizer, tiny_model, tmp_path, capsys):
