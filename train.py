@@ -34,7 +34,7 @@ from agent_loop import BadInput
 from flatrl import checkpoints, layers, models, notices
 from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
-from flatrl.bad_input import check_state, need
+from flatrl.bad_input import need, pickled_state
 from flatrl.contents import contents_of
 from flatrl.devices import fit_micro_batch, offload, start_processes, wrap
 from flatrl.hints import require_hints
@@ -343,7 +343,7 @@ def estimate_advantages(
         inputs["baselines"] = greedy_baselines(rollouts, units, args)
     advantages = estimate(**{name: inputs[name] for name in estimate.takes})
     flag = f"--adv_estimator {args.adv_estimator}"
-    check_state(state, flag)
+    pickled_state(state, flag)  # refuses one that no checkpoint could keep
 
     if "values" in inputs:
         are_two = isinstance(advantages, tuple | list) and len(advantages) == 2

@@ -153,10 +153,12 @@ def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version:
     pickle.dumps([output.messages, output.metrics, output.extra, output.turn_rewards])
 
 
-def check_state(state: dict | None, flag: str):
-    """Raises BadInput unless checkpoints can keep an estimator's `state`. flag: that names it."""
+def pickled_state(state: dict | None, flag: str) -> bytes:
+    """Returns an estimator's `state` as checkpoints keep it: JSON would make integer keys texts.
+
+    flag: that names the estimator. Raises BadInput if the state can't be pickled."""
     with refusing(
         f"{flag}: checkpoints can't save its `state`; keep numbers, texts and tensors there, and "
         "no functions"
     ):
-        pickle.dumps(state)
+        return pickle.dumps(state)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from agent_loop import BadInput
-from flatrl.bad_input import NothingLeft, need, refusing
+from flatrl.bad_input import NothingLeft, need, pickled_state, refusing
 from flatrl.contents import MODEL, ROWS, VAL_ROWS
 from flatrl.files import logged
 from flatrl.log import or_warn
@@ -274,9 +274,9 @@ def save_checkpoint(run):
             "next_prompt": run.pool.next_prompt(run.done) if run.pool else 0,
         }
         (temporary / "step.json").write_text(json.dumps(about))
-        if run.estimator_state:  # pickled, because JSON would turn integer keys into texts
-            with refusing("the estimator's state can't be pickled"):
-                (temporary / STATE_FILE).write_bytes(pickle.dumps(run.estimator_state))
+        if run.estimator_state:
+            flag = f"--adv_estimator {run.args.adv_estimator}"
+            (temporary / STATE_FILE).write_bytes(pickled_state(run.estimator_state, flag))
         temporary.rename(folder / f"step_{run.done:06d}")
         old = checkpoints(run.folder)[: -run.args.keep_checkpoints]
         for path in {*old} - {best_checkpoint(run.folder)}:
