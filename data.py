@@ -198,10 +198,13 @@ def filter_overlong(
     if not rows:
         return rows
     chat_tokenizer = with_template_variables(tokenizer, args.chat_template_args)
-    context = (chat_tokenizer, task, args, processor)
     limit = args.max_prompt_tokens
+
+    def length_of(number: int, row: dict) -> int:
+        return _prompt_length(f"row {number}", row, chat_tokenizer, task, args, processor)
+
     if args.prompt_truncate_side != "none":
-        rows = _cut_to(limit, rows, context)
+        rows = _cut_to(limit, rows, length_of, chat_tokenizer, args.prompt_truncate_side)
     n_rows = len(rows)
     is_sample = n_rows > tables.MAX_ROWS_CHECKED_AT_START
     numbers = range(n_rows)
@@ -210,7 +213,7 @@ def filter_overlong(
 
     def lengths_of_prompts() -> np.ndarray:
         bar = Bar(numbers, "prompts")
-        return np.array([_prompt_length(rows, number, *context) for number in bar])
+        return np.array([length_of(number, rows[number]) for number in bar])
 
     def check_first_rows():
         check_tokenizer(tokenizer, chat_tokenizer, rows[numbers[0]], task, args)
@@ -232,34 +235,33 @@ def filter_overlong(
         return Rows(rows.__getitem__, fitting)
 
     def next_that_fits(number: int) -> dict:
-        while _prompt_length(rows, number, *context) > limit:
+        while length_of(number, row := rows[number]) > limit:
             number = (number + 1) % n_rows
-        return rows[number]
+        return row
 
     return Rows(next_that_fits, range(n_rows), overlong=too_long.mean())
 
 
-def _cut_to(limit: int, rows: Sequence[dict], context) -> Rows:
+def _cut_to(limit: int, rows: Sequence[dict], length_of: Callable, tokenizer, side: str) -> Rows:
     """Returns the rows with their overlong prompts cut to `limit` tokens.
 
-    The longest text of the prompt loses tokens, as args.prompt_truncate_side says. If there is too
-    little to cut, the prompt stays too long."""
-    chat_tokenizer, _, args, _ = context
+    The longest text of a prompt loses tokens at `side`. If there is too little to cut, the prompt
+    stays too long. length_of(number of a row, row): the number of tokens in its prompt."""
 
     def n_tokens(text):
-        return len(chat_tokenizer.encode(text, add_special_tokens=False))
+        return len(tokenizer.encode(text, add_special_tokens=False))
 
     def cut(number: int) -> dict:
         """Returns row `number`, cut in place, so a row that is kept in memory is cut once."""
         row = rows[number]
         texts = _text_places(row["prompt"])
-        while texts and (excess := _prompt_length({number: row}, number, *context) - limit) > 0:
+        while texts and (excess := length_of(number, row) - limit) > 0:
             place, key = max(texts, key=lambda text: len(text[0][text[1]]))
             n_now = n_tokens(place[key])
             n_kept = n_now - excess - n_tokens("...")
             if n_kept < 1:
                 break
-            shortened = shorten(place[key], n_kept, args.prompt_truncate_side, chat_tokenizer)
+            shortened = shorten(place[key], n_kept, side, tokenizer)
             if n_tokens(shortened) >= n_now:  # cutting inside a character can add tokens
                 break
             place[key] = shortened
@@ -280,21 +282,12 @@ def _text_places(messages: list[dict]) -> list[tuple[dict, str]]:
     return places
 
 
-def _prompt_length(
-    rows: Sequence[dict],
-    number: int,
-    chat_tokenizer,
-    task,
-    args,
-    processor,
-) -> int:
+def _prompt_length(name: str, row: dict, chat_tokenizer, task, args, processor) -> int:
     """Returns the number of tokens in a row's rendered prompt, with its images and its hint.
 
     Raises BadInput if the row's agent loop, one of its tools or its interaction is unknown, if
     it has more than args.max_images images, if an image can't be read, or if there are images
     although the model takes none (processor is None)."""
-    name = f"row {number}"
-    row = rows[number]
     images = row.get("images") or []
     need(
         len(images) <= args.max_images,

@@ -99,9 +99,6 @@ MAX_CONCURRENT = 1024  # rollouts that run on one rank; many of them wait for to
 REWARD_TIMEOUT = 300.0  # seconds for the reward of one rollout, which is dropped after that
 
 
-seed_of = data.stable_hash  # a sampling seed, of (--seed, name of the trajectory, turn) for example
-
-
 # ---------------------------------------------------------------- the engine
 
 
@@ -327,7 +324,7 @@ class Engine:
         # Agent loops give a smaller max_tokens. Without any, vLLM would stop after 16 tokens.
         room = self.args.window - len(prompt_ids)
         params = {
-            "seed": seed_of(self.args.seed, request_id, turn),
+            "seed": data.stable_hash(self.args.seed, request_id, turn),
             "stop_token_ids": self.stop_token_ids,
             "max_tokens": max(1, min(self.args.max_response_tokens, room)),
         } | sampling_params

@@ -46,7 +46,7 @@ from flatrl.terminal import Bar, quiet_libraries, shown
 from flatrl.vision import Vision
 from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_model
 from losses import BT, LossAndStats, N
-from rollout import Engine, Pool, Rollouts, rollout, seed_of, training_pool, wait_for_rewards
+from rollout import Engine, Pool, Rollouts, rollout, training_pool, wait_for_rewards
 
 VALUE_CLIP = 0.5  # clip of the critic's value loss (PPO)
 
@@ -380,7 +380,7 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
         run.critic.set_lr(step)
 
     updates = []  # the metrics of each
-    seeds = [seed_of(args.seed, step, epoch) for epoch in range(args.epochs)]
+    seeds = [data.stable_hash(args.seed, step, epoch) for epoch in range(args.epochs)]
     for rows in data.mini_batches(prompts, args.updates_per_epoch, seeds):
         n_tokens = batch["lengths"][rows].sum().item()
         metrics = {"actor/lr": lr, "batch/tokens": n_tokens}
