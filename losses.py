@@ -46,10 +46,10 @@ B = Annotated[Tensor, "B"]  # outputs
 BT = Annotated[Tensor, "B T"]  # outputs x response tokens, right-padded
 BTK = Annotated[Tensor, "B T K"]  # the same x K ids of the vocabulary for each token
 Same = Annotated[Tensor, "*S"]  # any shape, but the same one throughout a call
-P = Annotated[Tensor, "P"]  # tokens of a packed sequence
-PH = Annotated[Tensor, "P H"]  # tokens of a packed sequence x hidden size
+P = Annotated[Tensor, "P"]  # tokens to be predicted
+PH = Annotated[Tensor, "P H"]  # tokens to be predicted x hidden size, which predict them
 VH = Annotated[Tensor, "V H"]  # vocabulary x hidden size
-PK = Annotated[Tensor, "P K"]  # tokens of a packed sequence x K ids of the vocabulary each
+PK = Annotated[Tensor, "P K"]  # tokens to be predicted x K ids of the vocabulary each
 LossAndStats = tuple[BT, dict[str, BT]]
 
 KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
@@ -567,12 +567,12 @@ def _call_objective(kind, inputs):
     Raises ValueError unless there is a loss for each token."""
     function = OBJECTIVES[kind]
     loss = function(**{name: inputs[name] for name in function.takes})
-    nowhere = torch.zeros_like(inputs["mask"])
+    no_clipping = torch.zeros_like(inputs["mask"])
     stats = {
         "ratio": inputs["ratio"],
         "ppo_kl": -(inputs["logprobs"] - inputs["logprobs_old"]),
-        "clipfrac": nowhere,
-        "clipfrac_lower": nowhere,
+        "clipfrac": no_clipping,
+        "clipfrac_lower": no_clipping,
     }
     if isinstance(loss, tuple):
         loss, own_stats = loss
@@ -613,9 +613,9 @@ def _gspo(logprobs, logprobs_old, advantages, mask, clip_low, clip_high, clip_c)
 
     All tokens of a row have the ratio s, but each has a gradient through its own logprob. The
     paper's clip_low and clip_high are 3e-4 and 4e-4."""
-    constant = logprobs.detach()
-    log_s = _row_mean(constant - logprobs_old, mask)  # (B, 1)
-    log_ratio = log_s + (logprobs - constant)
+    detached = logprobs.detach()
+    log_s = _row_mean(detached - logprobs_old, mask)  # (B, 1)
+    log_ratio = log_s + (logprobs - detached)
     ratio = log_ratio.clamp(max=10).exp()  # clamped as in verl, so that exp can't overflow
     loss, stats = _ppo(ratio, advantages, clip_low, clip_high, clip_c)
     return loss, stats | {"ratio": ratio}
@@ -944,9 +944,9 @@ def aggregate(
     how its rows are cut into micro-batches. By default the counts are those of this mask, and
     max_len is its width.
 
-    unit_tokens: the number of mask-1 tokens in the whole unit of each row. With them a sequence is
-    a unit, otherwise a row. A "row mean" is then the mean over the unit, and the rows of a unit
-    together weigh as much as one row.
+    unit_tokens: the number of mask-1 tokens in the whole unit of each row. If given, a "sequence"
+    above is a unit, otherwise it is a row. A "row mean" is then the mean over the unit, and the
+    rows of a unit together weigh as much as one row.
 
     Raises ValueError for an unknown mode."""
     _check_choice("aggregation", mode, AGGREGATIONS)
@@ -964,7 +964,7 @@ def aggregate(
         denominator = count_sequences(mask, unit_tokens) if n_seqs is None else n_seqs
     if mode == "seq-mean-token-sum-norm":
         denominator = denominator * (max_len or mask.shape[1])
-    denominator = torch.as_tensor(denominator)  # a number stays on the host: nothing waits
+    denominator = torch.as_tensor(denominator)  # no copy to the device, if it is a number
     return (values.sum() / denominator.clamp(min=1)).to(values.dtype)
 
 
@@ -1041,20 +1041,21 @@ def top_logprobs(
     Fewer, if the vocabulary has fewer. The other arguments are those of `token_logprobs`."""
     hidden = _as_autocast(hidden)
     lses = []  # for each block, log sum exp z: (P,)
-    tops = []  # the k largest logits of the blocks so far, then of one more block: (P, k) each
-    ids = []
+    best = None  # the k largest logits of the blocks so far, (P, k)
+    ids = None  # theirs, (P, k)
     for start, stop in _blocks(weight, vocab_size, banned, chunk):
         logits, _ = _block(hidden, weight, temperature, softcap, start, stop)
         lses.append(logits.logsumexp(-1))
         top, column = logits.topk(min(k, stop - start))
         del logits  # or two blocks are alive at once
-        tops = torch.cat([*tops, top], 1)
-        ids = torch.cat([*ids, start + column], 1)
-        top, place = tops.topk(min(k, tops.shape[1]))
-        tops = [top]
-        ids = [ids.gather(1, place)]
+        top_ids = start + column
+        if best is not None:
+            top = torch.cat([best, top], 1)
+            top_ids = torch.cat([ids, top_ids], 1)
+        best, place = top.topk(min(k, top.shape[1]))
+        ids = top_ids.gather(1, place)
     lse = torch.stack(lses).logsumexp(0)
-    return top - lse[:, None], ids[0]
+    return best - lse[:, None], ids
 
 
 def _as_autocast(hidden):

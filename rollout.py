@@ -1494,12 +1494,12 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
 def rollout(
     run, rows: list[dict], step: int, group_size: int, sampling: dict, kind: str = "train"
 ) -> Rollouts:
-    """Runs group_size rollouts of each row, and returns them with rewards, as for an evaluation.
+    """Runs group_size rollouts of each row, waits for their rewards, and returns them.
 
-    They are the only batch of a pool of their own. All ranks pass the same rows and get the same
-    result. The engine must be awake, and no other pool running. A rollout whose agent loop or
-    reward raises is dropped and counted, and so is one whose loop returns []. Raises Stopped, and
-    NothingLeft if nothing was sampled or nothing has a reward."""
+    Evaluations use it. The rollouts are the only batch of a pool of their own. All ranks pass the
+    same rows and get the same result. The engine must be awake, and no other pool running. A
+    rollout whose agent loop or reward raises is dropped and counted, and so is one whose loop
+    returns []. Raises Stopped, and NothingLeft if nothing was sampled or nothing has a reward."""
     pool = _pool_of(
         run,
         kind=kind,
@@ -1515,7 +1515,7 @@ def rollout(
         wait_for_rewards(rollouts, run.background, run.stop)
         rollouts.seconds += time.perf_counter() - started
     except Stopped:
-        # Only Stopped is raised on all ranks. After another error, they have not reached this line.
+        # All ranks raise Stopped together, and `end` waits for them. Other errors are one rank's.
         pool.end()
         raise
     pool.end()

@@ -57,7 +57,7 @@ def main(args: Args):
     log = run.log
     with (
         contextlib.suppress(Stopped),  # `finish` saves, and raises it again
-        checkpoints.saved_first(run, put_to_sleep),
+        checkpoints.save_if_nothing_left(run, put_to_sleep),
     ):
         if run.done == 0 and run.rows["val"]:
             log.metrics({"step": 0} | evaluate(run))
@@ -119,7 +119,7 @@ def main(args: Args):
 
 
 def collect_rollouts(run: "Run", step: int) -> Rollouts:
-    """Returns the rollouts of a step: sampled from the current weights, or replayed (--replay).
+    """Returns the rollouts of a step: sampled, or replayed (--replay).
 
     If every prompt of the step has a demonstration, nothing is sampled, and the engine sleeps."""
     args = run.args
@@ -210,12 +210,12 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
         batch.update(scores)
         run.clock.lap("logprobs_old")
     if run.reference:
-        seen = batch.get("told", batch)  # with --hints, the teacher's prompts
+        read = batch.get("told", batch)  # with --hints, prompts that contain the hint
         names = ["logprobs"]
         if args.kl_top:
-            seen = seen | {"top_k": args.kl_top}
+            read = read | {"top_k": args.kl_top}
             names += ["top_logprobs", "top_ids"]
-        scores = score_tokens(run.reference, seen, args, names)
+        scores = score_tokens(run.reference, read, args, names)
         batch["logprobs_ref"] = scores.pop("logprobs")
         batch.update(scores)
         run.clock.lap("logprobs_ref")
@@ -264,7 +264,7 @@ def add_rewards(
     """Waits for the rewards. Returns the batch without outputs whose reward failed, and metrics."""
     if run.engine:  # a replayed rollout has its rewards
         wait_for_rewards(rollouts, run.background, run.stop)
-    if run.history:  # the task's sampler sees it
+    if run.history:  # the task has a `sampler`, which reads these rewards
         for prompt, reward in data.total_rewards(rollouts.sampled):
             run.history[prompt].append(reward)
     metrics = rollouts.metrics(run.engine)
@@ -346,8 +346,8 @@ def estimate_advantages(
     pickled_state(state, flag)  # refuses one that no checkpoint could keep
 
     if "values" in inputs:
-        are_two = isinstance(advantages, tuple | list) and len(advantages) == 2
-        need(are_two, f"{flag} asks for values: must return a tuple, advantages and returns")
+        is_pair = isinstance(advantages, tuple | list) and len(advantages) == 2
+        need(is_pair, f"{flag} asks for values: must return a tuple, advantages and returns")
         advantages, returns = advantages
         returns = data.for_each_token(returns, mask, f"{flag} gives returns")
         batch["returns"] = layout.to_outputs(returns)
@@ -551,8 +551,8 @@ def micro_batch_loss(
     for name, coef in ("imitation", 1.0), ("observation", args.observation_coef):
         count = counts[f"{name}_mask"]
         if count:
-            mask_of_name = columns[f"{name}_mask"]
-            mean_loss = losses.aggregate(-scores["logprobs"], mask_of_name, n_tokens=count)
+            tokens = columns[f"{name}_mask"]
+            mean_loss = losses.aggregate(-scores["logprobs"], tokens, n_tokens=count)
             loss = loss + coef * mean_loss
             shares[f"{name}_loss"] = mean_loss.detach()
     shares["loss"] = loss.detach()
@@ -890,8 +890,8 @@ def check_input(args: Args) -> tuple:
     check_args(args)
     accelerator, store = start_processes(args)  # first, so that errors below reach all ranks
     complete_flags(args, accelerator.device.type == "cuda")
-    builds_model = [] if args.model else ["build_model"]
-    task = data.load_task(args.task, ["load", "reward", *builds_model])
+    needed = ["load", "reward"] if args.model else ["load", "reward", "build_model"]
+    task = data.load_task(args.task, needed)
     check_registered(args)
     args.task = task.__file__
     keys = args.prompt_key, args.image_key
@@ -919,7 +919,7 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
     rows: by split, also in the result. Raises BadInput if model, teacher and rows don't fit."""
     tokenizer, processor = models.load_tokenizer(args, task)
     models.check_teacher(args, tokenizer)
-    of_eval = replace(args, hints=False, imitation_steps=0)  # it shows and plays none
+    of_eval = replace(args, hints=False, imitation_steps=0)  # no hints and demonstrations there
     rows = {
         "train": data.filter_overlong(rows["train"], tokenizer, task, args, processor),
         "val": data.filter_overlong(rows["val"], tokenizer, task, of_eval, processor),

@@ -118,17 +118,17 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
     if not args.resume:
         files = {path.name for path in folder.rglob("*") if path.is_file()}
         if files - {".lock", "args.json"}:
-            print(f"{folder} held an earlier run: moved to {_move_aside(folder)}", flush=True)
+            moved = _move_aside(folder)
+            print(f"{folder} held an earlier run: moved to {moved}", flush=True)
             _lock(folder)  # the old lock moved with the folder, and is held as well
         return None, {}
     for path in reversed(checkpoints(folder)):
         try:
             return path, _read_whole(path)
         except Exception as error:  # json and pickle raise many kinds
-            print(
-                f"{path} is broken: {type(error).__name__}: {error}; moved to {_move_aside(path)}",
-                flush=True,
-            )
+            moved = _move_aside(path)
+            problem = f"{type(error).__name__}: {error}"
+            print(f"{path} is broken: {problem}; moved to {moved}", flush=True)
     raise BadInput(f"--resume: no checkpoint in {folder} is whole; start without --resume")
 
 
@@ -248,7 +248,7 @@ def training_state(run, saved: Sequence[str] = ()) -> dict:
 def save_checkpoint(run):
     """Saves the training state after run.done steps, unless it is saved already.
 
-    Returns whether it is saved (`or_warn`).
+    The decorator returns True if it is saved, and False after a warning.
 
     A kill never leaves half a checkpoint: a new one gets its name last, and an old one is
     renamed before it is deleted."""
@@ -333,8 +333,8 @@ def resume(run, checkpoint: Path, state: dict, changed: dict):
 
 
 @contextlib.contextmanager
-def saved_first(run, put_to_sleep: Callable):
-    """Saves a checkpoint before NothingLeft ends the run. All ranks raise it together."""
+def save_if_nothing_left(run, put_to_sleep: Callable):
+    """If NothingLeft ends the run, saves a checkpoint first. All ranks raise it together."""
     try:
         yield
     except NothingLeft:

@@ -213,7 +213,7 @@ def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], l
     errors = []
     names = {field.name for field in fields(AgentLoopOutput)}
     for number, text in enumerate(file.read_bytes().splitlines(), 1):
-        with refusing(f"{file}, line {number}, is no trajectory to replay"):
+        with refusing(f"{file}, line {number}, is not a trajectory that can be replayed"):
             line = json.loads(text)
             if line.get("images"):
                 raise ValueError("it has images, whose pixels are not in the file")

@@ -251,7 +251,7 @@ def check_teacher(args, tokenizer):
         need(
             tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
             f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
-            "ids mean other tokens",
+            "the same ids mean other tokens",
         )
 
 

@@ -162,10 +162,12 @@ class Stop:
                 signal.signal(number, signal.SIG_DFL)
 
     def _watch(self, group):
-        """Exchanges two bits with all ranks once a second, until all have finished.
+        """Once a second, tells all ranks whether this one was asked to stop and whether it has
+        finished, until all have finished.
 
         Ends this process if another rank is gone, because it would wait for that rank in vain.
-        Stops the run if the launcher is gone: accelerate's leaves its processes behind."""
+        Stops the run if the launcher is gone: accelerate's leaves its processes behind. group: of
+        these threads alone."""
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
         launcher = os.getppid()
         is_running = True  # on any rank
@@ -177,7 +179,7 @@ class Stop:
                 dist.all_reduce(state, dist.ReduceOp.MAX, group)
             except RuntimeError as error:
                 if not threading.main_thread().is_alive():
-                    return
+                    return  # this process ends anyway
                 message = f"another rank is gone, rank {dist.get_rank()} ends: {error}"
                 print(message.splitlines()[0], file=sys.stderr)
                 os._exit(1)

@@ -331,8 +331,8 @@ class _Arrivals:
     """The tensors of one sync, and the engine's parameters at which they arrive.
 
     A tensor k_proj.bias comes, vLLM passes it to the loader of its parameter qkv_proj.bias, and
-    n_elements["k_proj.bias"] grows by its size (names without their path). A part that got
-    nothing by the end is missing; a tensor for which no loader was called is not loaded.
+    its entry in n_elements grows by its size. A part that got nothing by the end is missing; a
+    tensor for which no loader was called is not loaded.
 
     fused: `fused_parts` of the engine's model."""
 
@@ -410,6 +410,7 @@ def reuse_block_hashes(llm_engine) -> dict:
     last = {}
 
     def hash_new_blocks(request):
+        # A new request: its id is that of its trajectory, then # and the number of the turn.
         if not request.block_hashes and not request.mm_features:
             trajectory = request.request_id.partition("#")[0]
             before = last.get(trajectory)

@@ -28,10 +28,10 @@ class Watch:
         self.rows = [row for row in rows if "rollout/last_prompt" in row]  # no evaluations
         self.named = set()  # the problems that were named
 
-    def step(self, metrics: dict, outputs: list, batch: dict) -> Iterator[str]:
+    def step(self, metrics: dict, outputs: list, batch) -> Iterator[str]:
         """Yields a line for each new problem of a step.
 
-        outputs: those that the step trained, the rows of its batch."""
+        batch: its data.Batch. outputs: those that the step trained, the rows of the batch."""
         problems = self.check_counts(metrics)
         if self.rows and "actor/entropy" in metrics:  # the policy learned
             problems |= self.check_progress(metrics, self.rows)
@@ -142,7 +142,7 @@ class Watch:
             )
         return problems
 
-    def check_batch(self, batch: dict) -> dict[str, str]:
+    def check_batch(self, batch) -> dict[str, str]:
         """The mask must be the sampled tokens; a unit weighs 1; advantages follow the rewards."""
         problems = {}
         units = batch.units

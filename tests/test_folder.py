@@ -270,7 +270,7 @@ def test_a_run_in_which_all_failed_is_saved_before_it_ends(monkeypatch):
     monkeypatch.setattr(checkpoints, "save_checkpoint", lambda run: done.append("saved"))
     for rollout_only in (True, False):
         run = SimpleNamespace(args=Args(rollout_only=rollout_only))
-        saving = checkpoints.saved_first(run, lambda run, keep: done.append("asleep"))
+        saving = checkpoints.save_if_nothing_left(run, lambda run, keep: done.append("asleep"))
         with pytest.raises(NothingLeft), saving:
             raise NothingLeft("no rollout has a reward")
     assert done == ["asleep", "saved"]

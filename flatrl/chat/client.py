@@ -148,7 +148,7 @@ class ChatClient:
         return sampling
 
     async def _sample(self, trajectory, sampling):
-        """Samples a turn in a task of its own, which `close` can cancel."""
+        """Samples a turn in a task of its own, which `close` can cancel. Returns its text."""
         task = asyncio.ensure_future(self.loop.assistant_turn(trajectory, sampling))
         self.tasks.append(task)
         try:
@@ -235,7 +235,7 @@ class ChatClient:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def _known(self, place, message, images):
-        """Returns `_plain` and `_identity` of a message, the place-th of a call.
+        """Returns `_plain` and `_identity` of the message at index `place` of a call.
 
         Agents send the whole history at each call. A message that equals an earlier one at
         its place is not read again."""
@@ -309,6 +309,7 @@ class ChatClient:
         if not head.startswith("data:image/"):
             raise ValueError("supported are text and image_url, only data:image/...;base64")
         images.append(base64.b64decode(data))
+        # For `_identity`: a hash in place of the image.
         return {"type": "image", "image": hashlib.sha256(data.encode()).hexdigest()}
 
     def _completion(self, trajectory, n_tokens_before, stop_string):
