@@ -254,17 +254,17 @@ def _cut_to(limit: int, rows: Sequence[dict], length_of: Callable, tokenizer, si
     def cut(number: int) -> dict:
         """Returns row `number`, cut in place, so a row that is kept in memory is cut once."""
         row = rows[number]
-        texts = _text_places(row["prompt"])
-        while texts and (excess := length_of(number, row) - limit) > 0:
-            place, key = max(texts, key=lambda text: len(text[0][text[1]]))
-            n_now = n_tokens(place[key])
+        places = _text_places(row["prompt"])
+        while places and (excess := length_of(number, row) - limit) > 0:
+            holder, key = max(places, key=lambda place: len(place[0][place[1]]))
+            n_now = n_tokens(holder[key])
             n_kept = n_now - excess - n_tokens("...")
             if n_kept < 1:
                 break
-            shortened = shorten(place[key], n_kept, side, tokenizer)
+            shortened = shorten(holder[key], n_kept, side, tokenizer)
             if n_tokens(shortened) >= n_now:  # cutting inside a character can add tokens
                 break
-            place[key] = shortened
+            holder[key] = shortened
         return row
 
     return Rows(cut, range(len(rows)))
@@ -756,7 +756,7 @@ def for_each_token(numbers, mask: NS, name: str) -> NS:
         is_right = numbers.shape == mask.shape and numbers[mask.bool()].isfinite().all()
     need(
         is_right,
-        f"{name} of the {given}: must be finite, and a tensor with one for each unit, "
+        f"{name} of the {given}: must be finite, and a tensor with one number for each unit, "
         f"(N,) = {tuple(mask.shape[:1])}, or for each token, (N, S) = {tuple(mask.shape)}",
     )
     return numbers
@@ -857,7 +857,8 @@ class MicroBatch:
     def select(self, positions: list[int], is_filler: bool = False) -> "MicroBatch":
         """Returns a micro-batch of the rows at some positions of this one.
 
-        Rows i < j have min(shared[i + 1], ..., shared[j]) tokens in common."""
+        Rows i < j have min(shared[i + 1], ..., shared[j]) tokens in common: that is what each
+        selected row shares with the one before it."""
         positions = sorted(positions)
         shared = [0]
         for before, position in itertools.pairwise(positions):
@@ -912,8 +913,8 @@ class Part:
     """Some rows of `whole`, a MicroBatch of all rows that have to be divided.
 
     positions: the rows' positions in `whole`.
-    n_tokens: at most how many tokens go through the network for them. Parts may share a prefix,
-        which counts in each of them."""
+    n_tokens: an upper bound on the tokens that go through the network for them. Parts may share a
+        prefix, which counts in each of them."""
 
     positions: list[int]
     n_tokens: int
@@ -995,7 +996,7 @@ def micro_batches_of_this_rank(
     length is the limit.
         is_packed    a prefix that the rows share counts once
         otherwise    padding counts, too
-    There are at most as few micro-batches as that allows, rounded up to a multiple of the ranks,
+    There are as few micro-batches as that allows, rounded up to a multiple of the number of ranks,
     and they are about equal in size.
 
     All ranks get the same number of micro-batches, because DDP counts backward passes. A rank
@@ -1005,7 +1006,7 @@ def micro_batches_of_this_rank(
     fill = _fill_packed
     if not is_packed:
         fill = _fill_padded
-        whole.shared = [0] * len(whole.rows)
+        whole.shared = [0] * len(whole.rows)  # padded rows share nothing
     parts = _equal_parts(whole, max_tokens, n_ranks, fill)
     shares = balance([part.n_tokens for part in parts], n_ranks)
     # The largest first: the smaller ones fit into the memory that it leaves.
@@ -1161,8 +1162,8 @@ ID_LIMIT = 2**32
 def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
     """Returns which tokens of a micro-batch are predicted, and from where.
 
-    ids: the token ids of its rows. places: their places (`pack_rows`). n of these tokens were
-    sampled (or demonstrated, or are observations to be predicted). A prediction is a pair: the
+    ids: the token ids of its rows. places: their places (`pack_rows`). n of these tokens are
+    to be predicted: sampled, demonstrated, or observations. A prediction is a pair: the
     place of the token before, and the predicted id. Rows that agree up to and including a sampled
     token share its prediction, so there are M <= n of them.
 

@@ -97,6 +97,57 @@ def _ratio(log_ratio):
     return log_ratio.clamp(-20, 20).exp()
 
 
+def _as_float(values):
+    """Converts integers to torch's default dtype, and leaves floating-point values alone."""
+    return values.to(torch.result_type(values, 1.0))
+
+
+def _moments(values, mask):
+    """Computes moments of values (B, T) over the mask-1 tokens, in float64.
+
+    Returns a tuple: values - mean (B, T), the mean, the sum of squares of values - mean, and the
+    number of tokens. E[x^2] - mean^2 would lose precision by cancellation."""
+    mask, values = _masked(mask, values.double())
+    n_tokens = mask.sum()
+    mean = values.sum() / n_tokens.clamp(min=1)
+    centered = torch.where(mask, values - mean, 0)
+    return centered, mean, centered.square().sum(), n_tokens
+
+
+def group_sum(values: N, groups: N) -> N:
+    """Returns, for each value, the sum of the values in its group.
+
+    groups: labels, any integers in any order."""
+    labels, index = torch.unique(groups, return_inverse=True)
+    sums = values.new_zeros(len(labels))
+    sums.index_add_(0, index, values)
+    return sums[index]
+
+
+def _center(rewards, groups):
+    """Returns each reward minus its group's mean, and the group's size: (N,) each, in float64.
+
+    In float32, the mean of eight rewards of 0.1 is not exactly 0.1. Divided by a std of 0 + eps,
+    that error would look like a signal."""
+    rewards = rewards.double()
+    size = group_sum(torch.ones_like(rewards), groups)
+    return rewards - group_sum(rewards, groups) / size, size
+
+
+def turn_starts(mask: BT) -> BT:
+    """Returns a bool mask of the first token of each turn. A turn is a run of mask-1 tokens."""
+    mask = mask.bool()
+    previous = torch.nn.functional.pad(mask, (1, -1))  # the mask, shifted right by one
+    return mask & ~previous
+
+
+def turn_ends(mask: BT) -> BT:
+    """Returns a bool mask of the last token of each turn."""
+    mask = mask.bool()
+    following = torch.nn.functional.pad(mask, (-1, 1))  # the mask, shifted left by one
+    return mask & ~following
+
+
 def _check_choice(name, value, choices):
     """Raises ValueError unless the value is one of the choices."""
     if value not in choices:
@@ -295,9 +346,8 @@ def reinforce_pp_advantages(
 
         A_t = r_t + gamma A_{t+1}    over mask-1 tokens, with turn_discount as in `gae`
 
-    The paper then whitens A over the global batch (`whiten`). Its variant with the suffix
-    -baseline takes rewards minus their group's mean, which
-    `grpo_advantages(..., normalize_std=False)` returns."""
+    The paper then whitens A over the global batch (`whiten`). REINFORCE++-baseline takes rewards
+    minus their group's mean: `grpo_advantages(..., normalize_std=False)`."""
     # With V = 0 and lam = 1, GAE is the discounted return.
     no_values = _as_float(torch.zeros_like(rewards))
     advantages, _ = gae(rewards, no_values, mask, gamma, 1.0, turn_discount)
@@ -322,43 +372,6 @@ def whiten(x: BT, mask: BT, shift_mean: bool = True) -> BT:
     if not shift_mean:
         white = white + mean
     return torch.where(mask.bool(), white, 0).to(_as_float(x).dtype)
-
-
-def _moments(values, mask):
-    """Computes moments of values (B, T) over the mask-1 tokens, in float64.
-
-    Returns a tuple: values - mean (B, T), the mean, the sum of squares of values - mean, and the
-    number of tokens. E[x^2] - mean^2 would lose precision by cancellation."""
-    mask, values = _masked(mask, values.double())
-    n_tokens = mask.sum()
-    mean = values.sum() / n_tokens.clamp(min=1)
-    centered = torch.where(mask, values - mean, 0)
-    return centered, mean, centered.square().sum(), n_tokens
-
-
-def _as_float(values):
-    """Converts integers to torch's default dtype, and leaves floating-point values alone."""
-    return values.to(torch.result_type(values, 1.0))
-
-
-def group_sum(values: N, groups: N) -> N:
-    """Returns, for each value, the sum of the values in its group.
-
-    groups: labels, any integers in any order."""
-    labels, index = torch.unique(groups, return_inverse=True)
-    sums = values.new_zeros(len(labels))
-    sums.index_add_(0, index, values)
-    return sums[index]
-
-
-def _center(rewards, groups):
-    """Returns each reward minus its group's mean, and the group's size: (N,) each, in float64.
-
-    In float32, the mean of eight rewards of 0.1 is not exactly 0.1. Divided by a std of 0 + eps,
-    that error would look like a signal."""
-    rewards = rewards.double()
-    size = group_sum(torch.ones_like(rewards), groups)
-    return rewards - group_sum(rewards, groups) / size, size
 
 
 @estimator("grpo")
@@ -387,20 +400,6 @@ def grpo_advantages(
 @estimator("drgrpo")
 def _drgrpo(rewards, groups):
     return grpo_advantages(rewards, groups, normalize_std=False)
-
-
-def turn_starts(mask: BT) -> BT:
-    """Returns a bool mask of the first token of each turn. A turn is a run of mask-1 tokens."""
-    mask = mask.bool()
-    previous = torch.nn.functional.pad(mask, (1, -1))  # the mask, shifted right by one
-    return mask & ~previous
-
-
-def turn_ends(mask: BT) -> BT:
-    """Returns a bool mask of the last token of each turn."""
-    mask = mask.bool()
-    following = torch.nn.functional.pad(mask, (-1, 1))  # the mask, shifted left by one
-    return mask & ~following
 
 
 @no_grad

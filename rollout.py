@@ -108,7 +108,7 @@ class _Request:
 
     call_id: str  # unique in the run: vLLM's request id
     trajectory: str  # the name of the trajectory that calls
-    turn: int  # the number of this call, from 0
+    turn: int  # the number of this call, from 0; of a score, that of the next `generate`
     prompt_ids: list[int]
     params: dict  # vLLM's sampling parameters
     images: list | None
@@ -436,9 +436,9 @@ class Engine:
         cache has room, so that the cache of a trajectory is not evicted while its tools run."""
         waiting = [request for request in self.waiting if not request.is_given_up]
         self.waiting = []
-        fitting = []
         if not waiting:
-            return fitting
+            return []
+        fitting = []
         # A share of the KV cache stays free, because requests still grow.
         room = free_tokens(self.core, KV_FULL)
         # The cached tokens of trajectories whose tools run are to stay.
@@ -569,8 +569,8 @@ class Engine:
     def abort_all(self):
         """Drops all requests. Call it only when no other pool is running.
 
-        The pool has cancelled the agent loops that wait for them. Their futures are left alone:
-        a second cancellation would interrupt their cleanup."""
+        The pool has cancelled the agent loops that wait for them. It leaves their futures alone,
+        because a second cancellation would interrupt the loops' cleanup."""
         with self.lock:
             for queue in (self.inbox, self.waiting, self.active):
                 queue.clear()
@@ -679,7 +679,7 @@ class Rollouts:
         metrics |= {
             "timing/sync_s": self.sync_s,
             "timing/rollout_s": self.seconds,
-            "timing/idle_s": self.idle_s,
+            "timing/idle_s": self.idle_s,  # one number for each engine
             "throughput/tokens_per_s": total["tokens"] / self.seconds,
             "throughput/idle_share": fmean(self.idle_s) / self.seconds,
             "throughput/loop_share": total["loop_s"] / len(self.idle_s) / self.seconds,
@@ -811,7 +811,9 @@ class Session:
         return await self._call(self.scorer or self.engine, "score", prompt_ids=prompt_ids)
 
     async def _call(self, engine, method, **arguments):
-        """Awaits a method of an engine under the rollout's name, and counts the time."""
+        """Awaits a method of `engine` under the rollout's name, and counts the time.
+
+        It may be the scorer. self.engine is None once the agent loop is over."""
         if self.engine is None:
             raise RuntimeError(
                 "the rollout is over, and a reward has no engine: let the agent "
@@ -851,7 +853,7 @@ async def run_agent_loop(
     # A copy, because the loop may change its parameters: add a stop, for example.
     sampling_params = copy_containers({**sampling, "stop_token_ids": engine.stop_token_ids})
     if sampling_params.get("ignore_eos"):
-        sampling_params["stop_token_ids"] = []
+        sampling_params["stop_token_ids"] = []  # vLLM would still end there
     if member.is_greedy:
         sampling_params["temperature"] = 0.0
 
@@ -864,8 +866,8 @@ async def run_agent_loop(
         session.engine = demonstration
         session.scorer = engine
 
-    # A tool_agent ends at trajectory_timeout by itself, and keeps its tokens. Any other loop is
-    # cancelled after four more tool timeouts.
+    # Tool and chat agents end at trajectory_timeout by themselves, and keep their tokens. Any other
+    # loop is cancelled after four more tool timeouts.
     patience = args.trajectory_timeout
     if patience:
         patience += 4 * args.tool_timeout
@@ -884,7 +886,7 @@ async def run_agent_loop(
     for output in outputs:
         if args.hints:
             tell(output, row, loop)
-        else:  # any other teacher reads the policy's own prompts
+        else:  # what a loop has set is not used
             output.extra.pop("told_prompt_ids", None)
     if outputs:
         outputs[-1].metrics["generate_s"] = session.generate_s
@@ -903,10 +905,10 @@ def checked_outputs(
     outputs = [*returned] if isinstance(returned, list | tuple) else [returned]
     if len(set(map(id, outputs))) < len(outputs):
         raise ValueError(f"{name}.run returned one output twice")
+    window = context.args.window
     for output in outputs:
         if not isinstance(output, AgentLoopOutput):
             raise TypeError(f"{name}.run returned {type(output)}, not an AgentLoopOutput")
-        window = context.args.window
         check_output(output, engine.vocab_size, oldest_version, engine.version, window)
         check_images(output, context.processor)
     return outputs
@@ -997,7 +999,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
             with refusing_signals():
                 reward = await call(task.reward, last, row)
         for output in outputs_of_unit:
-            output.reward = _checked(reward)
+            output.reward = _checked_reward(reward)
 
     for output in outputs:
         # Indexing a range allows -1 for the last token, and raises if the index is too large.
@@ -1010,10 +1012,10 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
         json.dumps([output.messages, output.extra], default=str)  # as the log does
 
 
-score = set_rewards  # its former name, which other projects may import
+score = set_rewards  # its former name: other projects import it
 
 
-def _checked(reward):
+def _checked_reward(reward):
     """Returns a user's reward as a float, or as a copy of the dict with a float under "score".
 
     Raises ValueError if it, or any number in the dict, is not finite."""
@@ -1074,7 +1076,7 @@ class Pool:
     A prompt starts at most `staleness` steps before the one that trains on it, so no token is
     older. One number is enough to resume a run: that of the next prompt.
 
-    Dynamic sampling replaces a group whose members' rewards are equal: it is skipped, and one more
+    Dynamic sampling replaces a group whose members' rewards are equal: it is left out, and one more
     prompt may start. A step replaces at most `replacements` groups and trains on any further ones.
 
     Ranks draw the next prompt from a shared counter when they have room for a rollout. With
@@ -1092,7 +1094,7 @@ class Pool:
     step: int
     end_step: float = math.inf  # the number of steps of the run
     staleness: int = 0
-    replacements: int = 0  # the most groups that a rollout may skip
+    replacements: int = 0  # the most groups that a step replaces
     greedy: bool = False  # each group has a greedy baseline, its last member
     first: int = 0  # the first prompt of the next batch
 
@@ -1107,20 +1109,20 @@ class Pool:
         self.prompts = self._prompts(self.first)  # those that this rank starts
         self.limit = self.first  # prompts with smaller numbers may start
         self.limit_changed = asyncio.Event()
-        self.room = asyncio.Semaphore(self._slots())  # for rollouts
+        self.free_slots = asyncio.Semaphore(self._slots())  # for rollouts
         self.groups = {}  # prompt -> PromptGroup, on this rank
         self.n_without_signal = 0  # such groups in the batches so far, over all ranks
         self.printed = set()  # kinds of failures
         # Of this rank, for the next batch.
         self.seconds = 0.0
         self.statistics = Counter()
-        self.ended = threading.Event()  # set when all coroutines have really ended
+        self.work_ended = threading.Event()  # set when all coroutines have really ended
         self.future = self.background.submit(self._work())
 
     def _slots(self) -> int:
         """Returns how many rollouts may run on this rank: a share, so that no rank takes all."""
         if self.args.deterministic:
-            return sys.maxsize
+            return sys.maxsize  # how many run must not depend on timing; `limit` bounds them
         oversample = self.args.oversample if self.staleness else 1
         n_groups = math.ceil(self.batch * oversample / self.n_engines)
         return max(self.n_members, min(MAX_CONCURRENT, n_groups * self.n_members))
@@ -1166,14 +1168,14 @@ class Pool:
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 while self.engine.leader:
-                    await self.room.acquire()  # first, because a drawn prompt must be started
+                    await self.free_slots.acquire()  # first, because a drawn prompt must be started
                     prompt = next(self.prompts)
                     while prompt >= self.limit:
                         await self.limit_changed.wait()
                         self.limit_changed.clear()
                     await self._start_group(prompt)
         finally:
-            self.ended.set()
+            self.work_ended.set()
 
     async def _start_group(self, prompt: int):
         """Starts the rollouts of a prompt. The caller has acquired room for the first one."""
@@ -1183,7 +1185,7 @@ class Pool:
         self.groups[prompt] = group
         for sample in range(n_members):
             if sample > 0:
-                await self.room.acquire()
+                await self.free_slots.acquire()
             member = Member(
                 name=f"{self.kind}-{self.step:08d}-{prompt:06d}-{sample:04d}",
                 prompt=prompt,
@@ -1214,7 +1216,7 @@ class Pool:
             group.errors.append(self._failure("failed_agent_loop", member))
         finally:
             self.engine.leave(member.name)
-            self.room.release()
+            self.free_slots.release()
 
         group.unfinished -= 1
         if not group.unfinished:
@@ -1259,7 +1261,7 @@ class Pool:
         are 0."""
         if not self.replacements:
             return False
-        grades = await _grades(group.graders)
+        grades = await _await_graders(group.graders)
         graded = Rollouts(_with_rewards(group.outputs, grades))
         units = data.by_unit(graded.sampled)
         values = units.outcomes if units.outcomes.any() else units.rewards
@@ -1353,7 +1355,7 @@ class Pool:
         finally:
             if engine.leader:
                 engine.end_phase()
-            engine.mark_versions()
+            engine.mark_versions()  # counts the tokens of unfinished requests, too
             self.seconds += time.perf_counter() - started
             self.statistics += engine.statistics - statistics_before
             self.statistics["loop_s"] += self.background.cpu_s - loop_started
@@ -1376,7 +1378,7 @@ class Pool:
                 self.future.result()  # raises the error that ended the pool
             if self.engine.state == "awake":
                 self.engine.step(0.02)  # not longer: other ranks may end the rollout
-            else:
+            else:  # in a step of demonstrations alone the engine sleeps
                 time.sleep(0.01)
         return False
 
@@ -1449,11 +1451,11 @@ class Pool:
             return
         self.future.cancel()
         self.engine.abort_all()
-        self.ended.wait(timeout=10)  # no tool that is hard to release may hold up the end
+        self.work_ended.wait(timeout=10)  # no tool that is hard to release may hold up the end
         self.engine.end_phase()
 
 
-async def _grades(graders: dict) -> dict[tuple, Grade]:
+async def _await_graders(graders: dict) -> dict[tuple, Grade]:
     """Awaits graders, {(prompt, sample): task}. Returns their results by the same keys."""
     return dict(zip(graders, await asyncio.gather(*graders.values())))
 
@@ -1477,7 +1479,7 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
 
     A rollout whose reward failed is dropped and counted. Raises Stopped, and NothingLeft if nothing
     is left."""
-    future = background.submit(_grades(rollouts.graders))
+    future = background.submit(_await_graders(rollouts.graders))
     while not future.done() and not stop.requested:
         wait([future], timeout=0.2)
     stopped = not future.done()

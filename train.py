@@ -927,21 +927,6 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
     return tokenizer, processor, rows
 
 
-def build_networks(args: Args, accelerator, policy: Policy, reference) -> tuple:
-    """Returns the policy's Learner, the critic's or None, and the reference, on the device.
-
-    reference: as from `build_reference`. Resets the random seeds."""
-    set_seed(args.seed)  # an engine's start and a task may have drawn random numbers
-    critic = None
-    if args.has_critic:
-        net = Critic(args, policy.vision, policy.is_packed)
-        critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator, "critic")
-    if isinstance(reference, Policy) and reference is not policy:
-        reference = wrap(reference, args, accelerator, frozen=True)
-    n_steps = args.num_steps - args.critic_warmup
-    return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
-
-
 def build_reference(args: Args, policy: Policy) -> Callable | None:
     """Returns the frozen network that the KL compares with, or None: --ref_model or the starting
     model.
@@ -957,6 +942,21 @@ def build_reference(args: Args, policy: Policy) -> Callable | None:
 
     args = replace(args, model=args.ref_model or args.model, lora_rank=0)
     return Policy(args, policy.vocab_size, policy.vision).requires_grad_(False)
+
+
+def build_networks(args: Args, accelerator, policy: Policy, reference) -> tuple:
+    """Returns the policy's Learner, the critic's or None, and the reference, on the device.
+
+    reference: as from `build_reference`. Resets the random seeds."""
+    set_seed(args.seed)  # an engine's start and a task may have drawn random numbers
+    critic = None
+    if args.has_critic:
+        net = Critic(args, policy.vision, policy.is_packed)
+        critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator, "critic")
+    if isinstance(reference, Policy) and reference is not policy:
+        reference = wrap(reference, args, accelerator, frozen=True)
+    n_steps = args.num_steps - args.critic_warmup
+    return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
 
 
 def finish(run: Run):

@@ -28,7 +28,7 @@ def contents_of(args, task: ModuleType, rows: dict) -> dict[str, str]:
     """Returns {name of an input: a text that identifies its contents}.
 
     rows: by split, without overlong ones."""
-    engine_args = json.loads(args.engine_args)  # free to change, but for what the model sees
+    engine_args = json.loads(args.engine_args)  # may change, except for what the model sees
     contents = {
         "the task file, or a module of yours that it imports": _digest(_code(task)),
         ROWS: _of_rows(rows["train"], args.seed),
@@ -67,7 +67,7 @@ def _code(task: ModuleType) -> list[bytes]:
 
 
 def _imports(file: Path, folder: Path) -> Iterator[Path]:
-    """Yields where the modules that a file imports would be, if they are in the folder."""
+    """Yields the paths in the folder at which the modules that a file imports may be."""
     with refusing(f"{file} can't be parsed", str(file)):
         tree = ast.parse(file.read_bytes(), str(file))
     for node in ast.walk(tree):

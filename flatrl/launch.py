@@ -73,7 +73,7 @@ class Stream(io.TextIOWrapper):
             return len(text)
 
     def flush(self):
-        """Writes what is left. If the reader is gone, it and all that follows are dropped."""
+        """Writes what is left. If the reader is gone, this text and all later ones are dropped."""
         try:
             super().flush()
         except OSError as error:
