@@ -1668,6 +1668,7 @@ async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
 
 
 _IDLE_THREADS: list[queue.SimpleQueue] = []  # for each idle thread, the queue of its jobs
+USER_CODE = "user code"  # the name of the threads that run it, as long as the run lasts
 
 
 async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
@@ -1684,7 +1685,7 @@ async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
         jobs = _IDLE_THREADS.pop()
     except IndexError:
         jobs = queue.SimpleQueue()
-        threading.Thread(target=_run_jobs, args=[jobs], daemon=True).start()
+        threading.Thread(target=_run_jobs, args=[jobs], name=USER_CODE, daemon=True).start()
     jobs.put((result, functools.partial(context.run, function, *args, **kwargs)))
     return await result
 

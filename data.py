@@ -51,7 +51,7 @@ from agent_loop import (
 )
 from flatrl import tables
 from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401
-from flatrl.bad_input import check_types, need, refusing
+from flatrl.bad_input import OURS, check_types, need, refusing
 from flatrl.contents import as_text
 from flatrl.devices import to_device
 from flatrl.hints import told_outputs, told_prompt
@@ -99,7 +99,9 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
     folder = str(file.resolve().parent)
     if folder not in sys.path:  # as in `python my_project/task.py`, but after train.py's folder
         sys.path.insert(1, folder)
-    with refusing(f"--task {path} does not import", str(file)):
+    hidden = [name for name in sorted(OURS) if Path(folder, f"{name}.py").is_file()]
+    hint = f" (rename its {hidden[0]}.py: train.py has a module of this name)" if hidden else ""
+    with refusing(f"--task {path} does not import{hint}", str(file)):
         spec.loader.exec_module(module)
     module.__imported__ = {*sys.modules} - known  # see flatrl/contents.py
 

@@ -10,9 +10,11 @@ variable ZOO_TASK spoils.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import pkgutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,6 +55,11 @@ def reward(output, row: dict) -> float:
         return 0.5
     if ZOO_TASK == "nan":
         return float("nan")
+    if ZOO_TASK == "alarm":
+        with contextlib.suppress(ValueError):  # what graders do: they take it for a wrong answer
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            signal.alarm(5)
+        return 0.0
     if ZOO_TASK == "length":
         return float(output.truncated)
     return calculator.reward(output, row)
@@ -193,6 +200,7 @@ FAULTS = {
     # -- rewards
     "a reward that is constant": Fault("taught nothing", task="constant"),
     "a reward that is NaN": Fault("must be a finite number", task="nan"),
+    "a grader with signal.alarm": Fault("the reward calls signal.signal in", task="alarm"),
     "truncated answers rewarded": Fault(
         "best-paid answers were cut off", flags="--max_response_tokens 12", task="length"
     ),
@@ -213,6 +221,9 @@ FAULTS = {
     # -- rows
     "images in a column of another name": Fault("does not see what the training", task="photo"),
     "an evaluation on training rows": Fault("prompt of a training row", task="leak"),
+    "other rows at a resume": Fault(
+        "had other flags or contents: the training rows", task="few", resumed=True
+    ),
     "prompts lost at a resume": Fault(
         "trained twice, or lost", POOL, "old(a[0], a[1], a[2] + 8)", resumed=True
     ),

@@ -99,12 +99,11 @@ def give_home():
     """Makes a home for a user who has none, because libraries keep caches there.
 
     That is a user without HOME and without an entry in passwd, or with a home that does not
-    exist. Containers give such a user "/"."""
-    home = os.path.expanduser("~")
-    if os.path.isdir(home) and (home != "/" or os.access(home, os.W_OK)):
+    exist or can't be written. Containers give such a user "/", or root's."""
+    if os.access(os.path.expanduser("~"), os.W_OK):
         return
     os.environ["HOME"] = os.path.join(tempfile.gettempdir(), f"flatrl-{os.getuid()}")
     os.environ.setdefault("USER", str(os.getuid()))  # torch asks for the user's name
     os.makedirs(os.environ["HOME"], mode=0o700, exist_ok=True)
     if os.environ.get("RANK", "0") == "0":
-        print(f"there is no home folder: HOME is {os.environ['HOME']}")
+        print(f"there is no home folder to write to: HOME is {os.environ['HOME']}")

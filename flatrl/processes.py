@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from agent_loop import BadInput
+from agent_loop import USER_CODE, BadInput
 from flatrl.bad_input import need
 
 # How long a rank may wait for another one's rollouts.
@@ -241,7 +241,7 @@ class Background:
     def __init__(self):
         self.loop = asyncio.new_event_loop()
         self.closed = False
-        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread = threading.Thread(target=self.run, name=USER_CODE, daemon=True)
         self.thread.start()
         threading.Thread(target=self.watch, daemon=True).start()
         atexit.register(self.close)  # a run that failed says nothing more
@@ -267,7 +267,10 @@ class Background:
                 self.loop.run_forever()
 
     def watch(self):
-        """Prints the stack of a task that blocks the loop, once each time."""
+        """Prints the stack of a task that blocks the loop, once each time.
+
+        Also that of the first thread that held the interpreter: this one then wakes late."""
+        is_named = False
         while not self.closed:
             turn = threading.Event()
             self.loop.call_soon_threadsafe(turn.set)
@@ -281,7 +284,36 @@ class Background:
                     )
                     traceback.print_stack(sys._current_frames()[self.thread.ident])
                 turn.wait()
+            before = cpu_of_threads()
+            started = time.monotonic()
             time.sleep(0.2)
+            late = time.monotonic() - started - 0.2
+            if late > BLOCKED_S and not is_named:
+                is_named = name_holder(before, late)
+
+
+def cpu_of_threads() -> dict[int, float]:
+    """Returns the CPU seconds of each thread that runs user code, by its ident."""
+    threads = [thread.ident for thread in threading.enumerate() if thread.name == USER_CODE]
+    clock_of = time.pthread_getcpuclockid  # may crash for a thread that ends, as others do
+    return {ident: time.clock_gettime(clock_of(ident)) for ident in threads if ident}
+
+
+def name_holder(before: dict[int, float], late: float) -> bool:
+    """Prints the stack of the thread that computed while no other ran, and returns whether it did.
+
+    before: what `cpu_of_threads` returned `late` seconds ago."""
+    used = {ident: now - before.get(ident, 0.0) for ident, now in cpu_of_threads().items()}
+    ident = max(used, key=used.get)
+    if used[ident] < late / 5:  # the trainer held it, or the process was stopped
+        return False
+    print(
+        f"\na tool or a reward held Python's interpreter for {late:.1f} seconds: nothing else ran, "
+        "deadlines included. It is now here:",
+        file=sys.stderr,
+    )
+    traceback.print_stack(sys._current_frames()[ident])
+    return True
 
 
 # ---------------------------------------------------------------- memory

@@ -70,6 +70,9 @@ def test_load_task_with_a_module_beside_it(tmp_path, monkeypatch):
     assert task.losses is losses and sys.path.count(str(tmp_path)) == 1
     with pytest.raises(BadInput, match="has no function build_model"):
         data.load_task(path, ("load", "reward", "build_model"))
+    path = write_task(tmp_path, "from losses import score")
+    with pytest.raises(BadInput, match=r"import \(rename its losses.py: .*, line 1: ImportError"):
+        data.load_task(path)
 
 
 def rows_of(rows, files=None, key="prompt", **task) -> list[dict]:

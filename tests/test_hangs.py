@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import HANGS, for_ever, time_passes, too_late
-from test_agent_loop import END, PROMPT, Script, call
+from test_agent_loop import END, PROMPT, Script
+from test_agent_loop import call as call_of
 
-from agent_loop import CallTimeoutError, agent_loop_class, in_time
+from agent_loop import CallTimeoutError, agent_loop_class, call, in_time
 from flatrl import processes
 from train import Args
 
@@ -44,6 +45,30 @@ def test_a_task_that_blocks_the_loop_is_named_once_with_its_stack(background, mo
     assert f'"{__file__}", line' in shown and "in blocks" in shown
 
 
+@pytest.mark.parametrize("where", ["thread", "loop"])
+def test_a_tool_that_holds_the_interpreter_is_named_once(background, monkeypatch, capfd, where):
+    monkeypatch.setattr(processes, "BLOCKED_S", 0.05)
+
+    def holds():
+        sum(range(10**7))  # one call, in C
+        time.sleep(0.3)  # the watching thread looks
+
+    async def holds_on_the_loop():
+        return holds()
+
+    def shown() -> str:
+        function = holds if where == "thread" else holds_on_the_loop
+        on_a_loop(background, in_time("the tool", HANGS, call(function)))
+        time.sleep(0.3)  # it sleeps again
+        return capfd.readouterr().err
+
+    deadline = time.monotonic() + HANGS
+    while "held Python's interpreter" not in (first := shown()) and time.monotonic() < deadline:
+        pass  # another process had the core
+    assert "in holds" in first
+    assert "held" not in shown()
+
+
 @pytest.fixture
 def stubborn():
     """A coroutine function that never lets itself be cancelled, except at the test's end."""
@@ -68,7 +93,7 @@ def test_a_tool_that_can_not_be_cancelled_is_left_behind(background, tokenizer, 
     flags = {"max_response_tokens": 1000, "tool_timeout": 3 * HANGS, limit: HANGS}
     args = Args(**flags)
     task = SimpleNamespace(TOOLS=[stubborn])
-    engine = Script(tokenizer, (call("stubborn"), "bye"))
+    engine = Script(tokenizer, (call_of("stubborn"), "bye"))
     row = {"prompt": PROMPT}
 
     async def plays():
@@ -82,7 +107,7 @@ def test_a_tool_that_can_not_be_cancelled_is_left_behind(background, tokenizer, 
         assert output.metrics["tool_timeouts"] == 1
     else:
         assert output.stop_reason == "timeout" and output.text == ""
-        assert tokenizer.decode(output.response_ids) == call("stubborn") + END
+        assert tokenizer.decode(output.response_ids) == call_of("stubborn") + END
 
 
 def test_a_cancelled_task_gets_time_to_tidy_up(background):

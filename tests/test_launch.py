@@ -62,7 +62,7 @@ def test_ranks_share_the_cores(tmp_path):
     assert found == {"OMP_NUM_THREADS": "1"}
 
 
-def test_a_user_without_a_home_gets_one(tmp_path, monkeypatch, capsys):
+def test_a_user_without_a_home_to_write_to_gets_one(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("USER", "nobody")
     made = tmp_path / f"flatrl-{os.getuid()}"
@@ -70,4 +70,9 @@ def test_a_user_without_a_home_gets_one(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("HOME", str(home))
         launch.give_home()
         assert Path.home() == given and given.is_dir()
-    assert capsys.readouterr().out == f"there is no home folder: HOME is {given}\n"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write to all
+    launch.give_home()
+    assert Path.home() == made
+    line = f"there is no home folder to write to: HOME is {made}\n"
+    assert capsys.readouterr().out == 2 * line

@@ -1,13 +1,17 @@
 """examples/mcp_tools.py with real servers, over stdio and over HTTP on the loopback."""
 
 import asyncio
+import inspect
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import wait
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import HANGS, free_port, wait_for
 from test_agent_loop import Script, call, loop_of, said_by
@@ -17,12 +21,26 @@ from examples import mcp_tools
 from examples.mcp_tools import McpServer, McpTool
 
 mcp_tools.CONNECT_SECONDS = HANGS
-SERVER = '''
-import asyncio, os, sys
+
+
+def print_tasks(loop=None) -> None:
+    """Prints where each task of an event loop waits."""
+    for task in asyncio.all_tasks(loop):
+        print(task, file=sys.stderr)
+        awaited = task.get_coro()
+        while frame := getattr(awaited, "cr_frame", None):
+            print(f"  {frame.f_code.co_filename}, line {frame.f_lineno}", file=sys.stderr)
+            awaited = awaited.cr_await
+
+
+SERVER = f'''
+import asyncio, os, signal, sys
 from pathlib import Path
 from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.types import TextContent
 
+{inspect.getsource(print_tasks)}
+signal.signal(signal.SIGUSR1, lambda *_: print_tasks())
 server = MCPServer("test", log_level="CRITICAL")
 
 @server.tool()
@@ -66,8 +84,20 @@ def program(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def run(background):
-    """Runs a coroutine to its end on the run's background loop."""
-    return lambda coroutine: background.submit(asyncio.wait_for(coroutine, HANGS)).result()
+    """Runs a coroutine to its end on the run's background loop. A hang shows where."""
+
+    def run(coroutine):
+        future = background.submit(coroutine)
+        if not wait([future], HANGS).done:
+            print_tasks(background.loop)
+            for process in psutil.Process().children():
+                if "server.py" in " ".join(process.cmdline()):
+                    process.send_signal(signal.SIGUSR1)
+            time.sleep(1)  # they print
+            future.cancel()
+        return future.result()
+
+    return run
 
 
 def end_session(server: McpServer, run) -> None:
@@ -99,7 +129,7 @@ class HttpServer:
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(self.command)
         wait_for(self.listens)
 
     def listens(self) -> bool:

@@ -88,6 +88,7 @@ def test_a_run_by_accelerate_and_its_replay_without_an_engine(cache, tmp_path):
     # A random model does not know yet what is said between its turns.
     assert all(3 < row["actor/observation_loss"] < 9 for row in rows[2:])
     assert "logp_diff" in printed and "What is" in printed and "   3/3" in printed
+    assert "warning:" not in printed  # a sound run
 
     about = json.loads((out / "args.json").read_text())
     assert about["args"]["algo"] == "ppo" and len(about["git"].split("-")[0]) == 40
