@@ -193,48 +193,31 @@ def test_a_malformed_call_or_one_without_tools_is_text(play, text, how):
 # ---------------------------------------------------------------- what continues, and what forks
 
 
-def with_other_ids(message) -> dict:
-    message = message.model_dump()
+def as_a_framework_sends_it(message) -> dict:
+    """With ids, keys and parts of its own."""
+    parts = [{"type": "text", "text": message.content}]
+    message = message.model_dump() | {"content": parts, "refusal": None, "name": "solver"}
     for made in message["tool_calls"] or ():
         made |= {"id": "call_1", "index": 0}
     return message
 
 
-def in_parts(message) -> dict:
-    return message.model_dump() | {"content": [{"type": "text", "text": message.content}]}
+@pytest.mark.parametrize("back", [lambda message: message, as_a_framework_sends_it])
+def test_replies_as_clients_send_them_back_continue_and_what_the_agent_made_up_is_given(play, back):
+    made_up = {"role": "assistant", "content": "7"}
 
-
-BACK = {
-    "pydantic": lambda message: message,
-    "content in parts": in_parts,
-    "extra keys": lambda message: message.model_dump() | {"refusal": None, "name": "solver"},
-    "ids of its own": with_other_ids,
-}
-
-
-@pytest.mark.parametrize("back", BACK.values(), ids=BACK)
-def test_the_reply_as_clients_send_it_back_continues(play, back):
     async def chat(client, prompt, **row):
         first = await ask(client, *prompt, tools=[CALCULATOR])
         answer = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "2"}
         history = [*prompt, back(first), answer]
         second = await ask(client, *history, tools=[CALCULATOR])
-        await ask(client, *history, back(second), user("Sure?"), tools=[CALCULATOR])
+        history += [back(second), user("Guess"), made_up, user("Sure?")]
+        await ask(client, *history, tools=[CALCULATOR])
 
     (output,), engine = play(chat, SUM, "é 2", ANSWER)
-    parts = [(1, SUM + END), tool_turn("2"), (2, "é 2" + END), user_turn("Sure?")]
-    assert_output(output, engine, *parts, (3, ANSWER + END))
-
-
-def test_messages_that_the_agent_made_up_are_given(play):
-    async def chat(client, prompt, **row):
-        message = await ask(client, *prompt)
-        made_up = {"role": "assistant", "content": "7"}
-        await ask(client, *prompt, message, user("Guess"), made_up, user("Really?"))
-
-    (output,), engine = play(chat, "3", "2")
-    given = f"\n<|im_start|>user\nGuess{END}\n{ASSISTANT}7{END}" + user_turn("Really?")
-    assert_output(output, engine, (1, "3" + END), given, (2, "2" + END))
+    parts = [(1, SUM + END), tool_turn("2"), (2, "é 2" + END)]
+    given = user_turn("Guess") + "7" + END + user_turn("Sure?")
+    assert_output(output, engine, *parts, given, (3, ANSWER + END))
 
 
 # In place: the client got the same objects in an earlier call.
