@@ -35,7 +35,6 @@ from agent_loop import AgentLoopOutput, as_tool
 from examples import calculator
 from flatrl.chat.client import ChatAgentLoop, OutOfBudget
 from flatrl.processes import Background
-from rollout import set_rewards
 from train import Args
 
 BACKGROUND = Background()
@@ -249,26 +248,6 @@ def test_a_changed_history_forks(play, tokenizer, changed):
     assert [output.reward for output in outputs] == [None, 1.0]
 
 
-def test_sub_agents_are_outputs_of_their_own_and_the_last_speaker_is_last(play, tokenizer):
-    async def chat(client, prompt, **row):
-        plan = await ask(client, *prompt)
-        for name in ("A", "B"):
-            system = {"role": "system", "content": f"You are {name}."}
-            await solve(client, [system, user("Help.")])
-        await ask(client, *prompt, plan, user("They are done."))
-        return 0.25
-
-    outputs, engine = play(chat, "plan", SUM, "a", "b", ANSWER)
-    assert len(outputs) == 3
-    assert_output(outputs[0], engine, (2, SUM + END), tool_turn("2"), (3, "a" + END))
-    assert_output(outputs[1], engine, (4, "b" + END))
-    done = user_turn("They are done.")
-    assert_output(outputs[2], engine, (1, "plan" + END), done, (5, ANSWER + END))
-    assert tokenizer.decode(outputs[1].prompt_ids).startswith("<|im_start|>system\nYou are B.")
-    run(set_rewards(SimpleNamespace(), outputs, {}))  # one rollout, one reward
-    assert [output.reward for output in outputs] == [0.25] * 3
-
-
 def test_a_template_that_rewrites_history_forks_inside_a_trajectory(play, tokenizer):
     """As Qwen3's, which keeps the last reply as it was and cuts the reasoning of earlier ones."""
     changing = copy.deepcopy(tokenizer)
@@ -350,26 +329,6 @@ def test_a_reply_without_an_end_of_turn_continues(play, how, line, said, reason)
     (output,), engine = play(chat, line, "ok")
     sampled = said if reason == "length" else "123."
     assert_output(output, engine, (1, sampled), END + user_turn("More"), (2, "ok" + END))
-
-
-def test_nothing_continues_a_call_that_was_cancelled(play):
-    """An agent gives up on a reply after a deadline of its own, and asks again."""
-
-    async def chat(client, prompt, **row):
-        first = await ask(client, *prompt)
-        again = [*prompt, first, user("And?")]
-        call = asyncio.ensure_future(ask(client, *again))
-        while len(client.loop.engine.prompts) < 2:
-            await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        await ask(client, *again, user("Hurry."))
-
-    outputs, engine = play(chat, "2", NEVER, "fast")
-    assert outputs[-1].messages[-1]["content"] == "fast"
-    unsaid = ASSISTANT + user_turn("Hurry.").removeprefix("\n")  # which no template writes
-    assert unsaid not in engine.tokenizer.decode(engine.prompts[2])
-    assert_exact(outputs, engine)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
@@ -502,19 +461,23 @@ def test_another_exception_of_the_agent_is_raised(play):
         play(chat, "2", max_model_len=1000, trajectory_timeout=HANGS)
 
 
-def test_a_conversation_that_failed_stands_first(play):
+def test_a_conversation_that_failed_stands_first_and_nothing_continues_it(play):
     """The task's reward is asked of the last output, whose last question must have an answer."""
 
     async def chat(client, prompt, **row):
         await ask(client, *prompt)
-        helper = await ask(client, user("Help."))
+        history = [user("Help."), await ask(client, user("Help.")), user("More.")]
         with pytest.raises(RuntimeError, match="out of memory"):
-            await ask(client, user("Help."), helper, user("More."))
+            await ask(client, *history)
+        await ask(client, *history, user("Hurry."))
         return 0.5
 
-    (failed, whole), engine = play(chat, "plan", "yes", RuntimeError("out of memory"))
+    lines = ("plan", "yes", RuntimeError("out of memory"), "fast")
+    (failed, _, whole), engine = play(chat, *lines)
     assert_output(failed, engine, (2, "yes" + END), user_turn("More."))
-    assert [message["content"] for message in whole.messages] == ["What is 1+1?", "plan"]
+    assert whole.messages[-1]["content"] == "fast"
+    unsaid = ASSISTANT + user_turn("Hurry.").removeprefix("\n")  # which no template writes
+    assert unsaid not in engine.tokenizer.decode(engine.prompts[3])
     assert [failed.reward, whole.reward] == [None, 0.5]
 
 
