@@ -4,7 +4,7 @@
 //
 // prints the elements that its script makes, as markup; and again, with a form feed before, after
 // each of VALUES, a JSON list of texts that are typed into the filter of trajectories.
-// This is a document with no more than the page uses. All sizes are 0.
+// This is a document with no more than the page uses.
 "use strict";
 const fs = require("fs"), vm = require("vm");
 const [, , pageFile, address, values = "[]"] = process.argv;
@@ -22,9 +22,6 @@ class Element {
   children = [];
   listeners = {};
   offsetParent = {};
-  scrollTop = 0;
-  clientWidth = 0;
-  clientHeight = 0;
 
   constructor(tag) { this.tag = tag; }
   append(...nodes) {
@@ -36,7 +33,6 @@ class Element {
   }
   setAttribute(name, value) { this.attributes[name] = String(value); }
   addEventListener(name, listener) { this.listeners[name] = listener; }
-  getBoundingClientRect() { return {left: 0, top: 0, width: 0, height: 0}; }
   get className() { return this.attributes.class || ""; }
   set className(value) { this.attributes.class = value; }
   get textContent() { return this.children.map(child => child.textContent).join(""); }

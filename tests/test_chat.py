@@ -15,6 +15,7 @@ import pytest
 from conftest import HANGS, for_ever, too_late
 from test_agent_loop import (
     ANSWER,
+    ASKED,
     ASSISTANT,
     END,
     PROMPT,
@@ -41,8 +42,7 @@ BACKGROUND = Background()
 CALCULATOR = as_tool(calculator.calculator).schema
 PARAMETERS = {"type": "object", "properties": {}}
 OTHER = {"type": "function", "function": {"name": "other", "parameters": PARAMETERS}}
-FIRST = f"<|im_start|>user\nWhat is 1+1?{END}\n{ASSISTANT}"
-FIRST_WITH_TOOLS = f"<|im_start|>system\nTools: calculator{END}\n{FIRST}"
+FIRST_WITH_TOOLS = f"<|im_start|>system\nTools: calculator{END}\n{ASKED}"
 NEVER = object()  # a line of the script: the engine never answers
 
 
@@ -515,5 +515,5 @@ def test_an_agent_that_asks_nothing_or_has_no_room_is_skipped(play, tokenizer):
         return 1.0
 
     assert play(chat)[0] == []
-    outputs, engine = play(asks_once, max_model_len=len(encode(tokenizer, FIRST)))
+    outputs, engine = play(asks_once, max_model_len=len(encode(tokenizer, ASKED)))
     assert (outputs, engine.prompts) == ([], [])

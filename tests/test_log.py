@@ -116,17 +116,13 @@ def test_a_trajectory_is_shown_and_a_warning_is_printed_once(args, capsys):
     assert err == "warning: odd\nwarning: even\n"
 
 
-def evaluated(*scores: list) -> list[AgentLoopOutput]:
-    """Outputs of prompts 0, 1, ...: one rollout a score."""
+def evaluation(scores: list[list], rows: list[dict]) -> dict[str, float]:
+    """The metrics of outputs of prompts 0, 1, ...: one rollout a score."""
     outputs = []
     for prompt, group in enumerate(scores):
         for sample, score in enumerate(group):
             extra = {"prompt": prompt, "sample": sample, "segment": 0}
             outputs.append(an_output(reward=score, extra=extra))
-    return outputs
-
-
-def evaluation(outputs: list[AgentLoopOutput], rows: list[dict]) -> dict[str, float]:
     return describe_eval(outputs, data.by_unit(outputs), rows)
 
 
@@ -134,7 +130,7 @@ def test_an_evaluation_of_several_samples_a_row():
     """pass@j against all subsets of j rollouts; a row that lost a rollout counts below that j."""
     scores = [[1.0, 0.5, 0.0, 2.0], [0.0] * 4, [{"score": 1.0}, 0.0, 0.99], [1.0] * 4]
     rows = [{"data_source": name} for name in ("gsm8k", "math", "gsm8k", "math")]
-    got = evaluation(evaluated(*scores), rows)
+    got = evaluation(scores, rows)
     passed = [[1, 0, 0, 1], [0] * 4, [1, 0, 0], [1] * 4]
     for j in range(1, 5):
         chances = []
@@ -150,7 +146,7 @@ def test_an_evaluation_of_several_samples_a_row():
     assert got["eval/reward_stderr"] == pytest.approx(statistics.stdev(of_rows) / 2)
     assert got["eval/response_length"] == 2
 
-    one = evaluation(evaluated([0.25]), [{}])
+    one = evaluation([[0.25]], [{}])
     assert one["eval/pass@1"] == one["eval/reward_stderr"] == 0 and one["eval/reward"] == 0.25
     assert not [name for name in one if name.count("/") > 1]
 

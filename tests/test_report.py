@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -162,19 +163,9 @@ def test_tokens_that_are_parts_of_a_character_are_joined(tokenizer):
     assert token_texts(None, [7, 8]) == ["⟨7⟩", "⟨8⟩"]
 
 
-class Letters:
-    """A tokenizer of the hostile text: each of its characters is a token."""
-
-    added_tokens_decoder = {}
-
-    def encode(self, *_, **__):
-        return [0]
-
-    def decode(self, ids, **_):
-        return "".join("a" if i < 3 else HOSTILE[i - 3] for i in ids)
-
-
 def test_hostile_text_stays_text(folder):
+    tokenizer = mock.Mock(added_tokens_decoder={}, encode=lambda *_, **__: [0])
+    tokenizer.decode = lambda ids, **_: "".join("a" if i < 3 else HOSTILE[i - 3] for i in ids)
     call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
     output = trajectory(
         ids=range(3, 3 + len(HOSTILE)),
@@ -186,7 +177,7 @@ def test_hostile_text_stays_text(folder):
     write_rollouts(folder, "step_000001", [output], [error])
     write_about(folder, [HOSTILE], task=HOSTILE)
     write_json_lines(folder / "metrics.jsonl", [{"step": 1, HOSTILE: 2.0}])
-    run = run_of(folder, Letters())
+    run = run_of(folder, tokenizer)
     shown, failed = run["trajectories"]
     [block] = shown["blocks"]
     assert "".join(block["tokens"]) == HOSTILE and block["calls"] == [[HOSTILE, HOSTILE]]

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 from conftest import REPO
@@ -15,22 +14,23 @@ import credit_curve
 import curve
 import record
 import tables
-from bisection_curve import FOUND, GONE, LEFT
 from verify import verify
 
 LINES = [
     {"run": "seed_0", "step": 0, "eval/reward": 0.5},
-    {"run": "seed_0", "step": 1, "reward/mean": 0.25, "loss": 3.0},
-    {"run": "seed_0", "step": 2, "reward/mean": 0.75, "loss": 2.0, "eval/reward": 0.9},
+    {"run": "seed_0", "step": 1, "loss": 3.0},
+    {"run": "seed_0", "step": 2, "loss": 2.0, "eval/reward": 0.9},
     {"run": "seed_1", "step": 0, "eval/reward": 0.25},
 ]
 PAGE = "before\n<!-- results: mine -->\nold\n<!-- end -->\nafter\n"
-TABLE = "| seed | reward |\n| --- | --- |\n| seed_0 | 0.900 |\n| 1 |  |\n"
+TABLE = """| seed | before | after | loss | time |
+| --- | --- | --- | --- | --- |
+| seed_0 | 0.500 | 0.900 | 3.0 | 2 min 5 s |
+| 1 | 0.250 |  | 4.0 | 0 min 0 s |
+"""
 
 
-@pytest.fixture
-def figure(tmp_path, monkeypatch):
-    """A table of the name `mine`, with two runs."""
+def test_pages_are_rewritten_between_the_markers(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
@@ -38,23 +38,12 @@ def figure(tmp_path, monkeypatch):
     (folder / "record.json").write_text(json.dumps(records))
 
     def mine():
-        yield "seed", "reward"
+        yield "seed", "before", "after", "loss", "time"
         for run in tables.runs("mine", tmp_path).values():
-            yield run.label, *run.at("eval/reward", 2)
+            loss = f"{run.largest('loss')}"
+            yield run.label, *run.at("eval/reward", 0, 2), loss, run.duration()
 
     monkeypatch.setattr(tables, "TABLES", {"mine": mine})
-    return tables.runs("mine", tmp_path)
-
-
-def test_a_run_knows_its_metrics_and_its_figures(figure):
-    first, second = figure.values()
-    assert first.at("eval/reward", 0, 1, 2) == ["0.500", "", "0.900"]
-    assert first.largest("loss") == 3.0
-    assert second.largest("loss") == 4.0
-    assert first.duration() == "2 min 5 s"
-
-
-def test_pages_are_rewritten_between_the_markers(figure, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     assert tables.main(["--check"], [page]) == 1
@@ -115,7 +104,7 @@ def test_runs_are_recorded_and_drawn(tmp_path, monkeypatch, pictures):
     assert [turn for turn, _ in first] == [1, 2, 3, 4]  # in turn 5, all guesses are equally good
 
 
-def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
+def test_a_game_of_bisection_is_found_before_and_after(tmp_path):
     said = {
         "eval_000000": (["0 to 31", "31", "0 to 30", "40"], 0.0),
         "eval_000010": (["0 to 31", "16", "0 to 15", "7"], 1.0),
@@ -129,11 +118,6 @@ def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
     assert bisection_curve.turns(after) == [(0, 31, 16), (0, 15, 7)]
     file = tmp_path / "rollouts/eval_000010.jsonl"
     assert bisection_curve.places(file) == [16 / 31, 7 / 15]
-    bisection_curve.animate(tmp_path, tmp_path / "game.svg")
-    drawn = ElementTree.parse(tmp_path / "game.svg").getroot()
-    frames = [each.get("values") for each in drawn.iter() if each.get("attributeName") == "fill"]
-    assert frames[32 + 7].split(";") == [LEFT, FOUND, FOUND]
-    assert frames[32 + 20].split(";") == [LEFT, GONE, GONE]
 
 
 def test_a_record_of_the_speedrun_is_verified(tmp_path, capsys):
@@ -164,7 +148,6 @@ def test_a_record_of_the_speedrun_is_verified(tmp_path, capsys):
 
 @pytest.mark.parametrize("record, said", [
     (None, "mine.json is no record, a JSON file with a .*No such file"),
-    ("{}", "mine.json is no record, a JSON file with a .*'command'"),
     ('{"command": "true", "runs": {"0": {}}}', "mine.json is no record, .*'evaluations'"),
     ('{"command": "exit 3;"}', "seed 0: the command ended with exit code 3"),
     ('{"command": "true"}', "seed 0: the run has no eval/reward"),
