@@ -32,16 +32,12 @@ def folder(tmp_path) -> Path:
     return make_folder(tmp_path / "run")
 
 
-def make_folder(folder: Path, **flags) -> Path:
+def make_folder(folder: Path, command=(), **flags) -> Path:
     (folder / "rollouts").mkdir(parents=True)
-    write_about(folder, [], **flags)
-    return folder
-
-
-def write_about(folder: Path, command: list[str], **flags):
     args = {"model": None} | flags
     about = {"args": args, "command": command, "git": "abc", "versions": {"torch": "2"}}
     (folder / "args.json").write_text(json.dumps(about))
+    return folder
 
 
 def write_json_lines(file: Path, rows: list[dict]):
@@ -163,7 +159,8 @@ def test_tokens_that_are_parts_of_a_character_are_joined(tokenizer):
     assert token_texts(None, [7, 8]) == ["⟨7⟩", "⟨8⟩"]
 
 
-def test_hostile_text_stays_text(folder):
+def test_hostile_text_stays_text(tmp_path):
+    folder = make_folder(tmp_path / "run", [HOSTILE], task=HOSTILE)
     tokenizer = mock.Mock(added_tokens_decoder={}, encode=lambda *_, **__: [0])
     tokenizer.decode = lambda ids, **_: "".join("a" if i < 3 else HOSTILE[i - 3] for i in ids)
     call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
@@ -175,7 +172,6 @@ def test_hostile_text_stays_text(folder):
     )
     error = {"kind": HOSTILE, "prompt": 0, "sample": 2, "error": HOSTILE}
     write_rollouts(folder, "step_000001", [output], [error])
-    write_about(folder, [HOSTILE], task=HOSTILE)
     write_json_lines(folder / "metrics.jsonl", [{"step": 1, HOSTILE: 2.0}])
     run = run_of(folder, tokenizer)
     shown, failed = run["trajectories"]
