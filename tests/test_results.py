@@ -2,6 +2,7 @@
 
 import json
 import sys
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 from conftest import REPO
@@ -14,6 +15,7 @@ import credit_curve
 import curve
 import record
 import tables
+from bisection_curve import FOUND, GONE, LEFT
 from verify import verify
 
 LINES = [
@@ -104,7 +106,7 @@ def test_runs_are_recorded_and_drawn(tmp_path, monkeypatch, pictures):
     assert [turn for turn, _ in first] == [1, 2, 3, 4]  # in turn 5, all guesses are equally good
 
 
-def test_a_game_of_bisection_is_found_before_and_after(tmp_path):
+def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
     said = {
         "eval_000000": (["0 to 31", "31", "0 to 30", "40"], 0.0),
         "eval_000010": (["0 to 31", "16", "0 to 15", "7"], 1.0),
@@ -118,6 +120,11 @@ def test_a_game_of_bisection_is_found_before_and_after(tmp_path):
     assert bisection_curve.turns(after) == [(0, 31, 16), (0, 15, 7)]
     file = tmp_path / "rollouts/eval_000010.jsonl"
     assert bisection_curve.places(file) == [16 / 31, 7 / 15]
+    bisection_curve.animate(tmp_path, tmp_path / "game.svg")
+    drawn = ElementTree.parse(tmp_path / "game.svg").getroot()
+    frames = [each.get("values") for each in drawn.iter() if each.get("attributeName") == "fill"]
+    assert frames[32 + 7].split(";") == [LEFT, FOUND, FOUND]
+    assert frames[32 + 20].split(";") == [LEFT, GONE, GONE]
 
 
 def test_a_record_of_the_speedrun_is_verified(tmp_path, capsys):
