@@ -461,23 +461,26 @@ def test_another_exception_of_the_agent_is_raised(play):
         play(chat, "2", max_model_len=1000, trajectory_timeout=HANGS)
 
 
-def test_a_conversation_that_failed_stands_first_and_nothing_continues_it(play):
+def test_a_conversation_that_failed_stands_first_and_the_one_that_spoke_last_is_last(play):
     """The task's reward is asked of the last output, whose last question must have an answer."""
 
     async def chat(client, prompt, **row):
-        await ask(client, *prompt)
+        plan = await ask(client, *prompt)
+        await ask(client, user("Hello."))
         history = [user("Help."), await ask(client, user("Help.")), user("More.")]
         with pytest.raises(RuntimeError, match="out of memory"):
             await ask(client, *history)
-        await ask(client, *history, user("Hurry."))
+        await ask(client, *history, user("Hurry."))  # nothing continues what has failed
+        await ask(client, *prompt, plan, user("Done?"))
         return 0.5
 
-    lines = ("plan", "yes", RuntimeError("out of memory"), "fast")
-    (failed, _, whole), engine = play(chat, *lines)
-    assert_output(failed, engine, (2, "yes" + END), user_turn("More."))
-    assert whole.messages[-1]["content"] == "fast"
+    lines = ("plan", "hi", "yes", RuntimeError("out of memory"), "fast", "done")
+    (failed, hello, hurried, whole), engine = play(chat, *lines)
+    assert_output(failed, engine, (3, "yes" + END), user_turn("More."))
+    assert_output(hello, engine, (2, "hi" + END))
     unsaid = ASSISTANT + user_turn("Hurry.").removeprefix("\n")  # which no template writes
-    assert unsaid not in engine.tokenizer.decode(engine.prompts[3])
+    assert unsaid not in engine.tokenizer.decode(hurried.prompt_ids)
+    assert_output(whole, engine, (1, "plan" + END), user_turn("Done?"), (6, "done" + END))
     assert [failed.reward, whole.reward] == [None, 0.5]
 
 
