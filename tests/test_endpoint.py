@@ -4,9 +4,11 @@ The engine says its lines (see test_chat.py). The constraints of response_format
 stand last. A framework that is not installed is skipped."""
 
 import dataclasses
+import functools
 import json
 import socket
 from types import SimpleNamespace
+from unittest import mock
 
 import anthropic
 import httpx
@@ -566,6 +568,10 @@ def test_keys_and_budgets_of_messages(play_anthropic):
 
 
 # ---------------------------------------------------------------- frameworks
+# Each returns a coroutine function of (base_url, api_key), which returns the agent's answer.
+
+QUESTION = PROMPT[0]["content"]
+JSON = '{"answer": 2}'
 
 
 class Answer(BaseModel):
@@ -574,41 +580,85 @@ class Answer(BaseModel):
     answer: int
 
 
-FREELY = dict(tool_choice="required", parallel_tool_calls=False, temperature=0.5, max_tokens=99)
-
-
-# lines: what the policy says; in a format, so not trained, if `expected` is no text.
-@pytest.mark.parametrize("api, settings, lines, expected", [
-    ("Responses", FREELY, (SUM, ANSWER), ANSWER),
-    ("ChatCompletions", {}, (PARALLEL, ANSWER), ANSWER),
-    ("Responses", {}, (SUM, '{"answer": 2}'), Answer(answer=2)),
-])  # fmt: skip
-def test_the_agents_sdk(endpoint, tokenizer, api, settings, lines, expected):
+def openai_agents(api="responses", stream=False, form=None, **settings):
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
-    is_text = isinstance(expected, str)
-    found = []
+    kinds = {
+        "responses": agents.OpenAIResponsesModel,
+        "chat": agents.OpenAIChatCompletionsModel,
+    }
 
     async def agent(base_url, api_key, row):
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
         agent = agents.Agent(
             "a",
             tools=[agents.function_tool(calculator.calculator)],
-            output_type=None if is_text else Answer,
-            model=getattr(agents, f"OpenAI{api}Model")("policy", client),
+            output_type=form,
+            model=kinds[api]("policy", client),
             model_settings=agents.ModelSettings(**settings),
         )
-        result = agents.Runner.run_streamed(agent, PROMPT[0]["content"])
+        if not stream:
+            return (await agents.Runner.run(agent, QUESTION)).final_output
+        result = agents.Runner.run_streamed(agent, QUESTION)
         assert len([event async for event in result.stream_events()]) > 2
-        found.append(result.final_output)
+        return result.final_output
+
+    return agent
+
+
+def langgraph(form=None, choice=None, **how):
+    pytest.importorskip("langgraph")
+    langchain = pytest.importorskip("langchain_openai")
+    from examples import langgraph_math
+
+    class Model(langchain.ChatOpenAI):
+        def bind_tools(self, tools, **more):
+            return super().bind_tools(tools, **{"tool_choice": choice} | more)
+
+    async def agent(base_url, api_key, row):
+        make = functools.partial(Model, **how)
+        if form:
+            model = make(base_url=base_url, api_key=api_key, model="policy", max_retries=0)
+            return await model.with_structured_output(Answer, method=form).ainvoke(QUESTION)
+        with mock.patch.object(langgraph_math, "ChatOpenAI", make):
+            graph = langgraph_math.build_agent(base_url, api_key)
+        return (await graph.ainvoke({"messages": PROMPT}))["messages"][-1].text
+
+    return agent
+
+
+TWO = Answer(answer=2)
+FREELY = dict(tool_choice="required", parallel_tool_calls=False, temperature=0.5, max_tokens=99)
+# The framework, how it is used, what the policy says (a list: in a format, so not trained), and
+# what the agent returns.
+CELLS = [
+    (openai_agents, dict(api="responses", stream=True, **FREELY), (SUM, ANSWER), ANSWER),
+    (openai_agents, dict(api="chat", stream=False), (PARALLEL, ANSWER), ANSWER),
+    (openai_agents, dict(api="responses", form=Answer), [SUM, JSON], TWO),
+    (langgraph, dict(use_responses_api=True, streaming=True), (SUM, ANSWER), ANSWER),
+    (langgraph, dict(choice="any", streaming=True), (PARALLEL, ANSWER), ANSWER),
+    (langgraph, dict(form="function_calling"), (call("Answer", answer=2),), TWO),
+    (langgraph, dict(form="json_schema"), [JSON], TWO),
+]
+
+
+@pytest.mark.parametrize("framework, how, lines, expected", CELLS)
+def test_a_feature_of_a_framework(framework, how, lines, expected, endpoint, tokenizer):
+    found = []
+    framework_agent = framework(**how)
+
+    async def agent(*connection):
+        found.append(await framework_agent(*connection))
 
     outputs, engine = player(tokenizer, EndpointLoop, "agent")(agent, *lines)
     assert found == [expected] and len(engine.prompts) == len(lines)
-    assert all(("structured_outputs" in params) != is_text for params in engine.params)
-    if is_text:
-        assert_exact(outputs, engine)
-    else:
+    constrained = ["structured_outputs" in params for params in engine.params]
+    if isinstance(lines, list):
         assert not any(sum(output.response_mask) for output in outputs)
+        assert all(constrained)
+    else:
+        assert_exact(outputs, engine)
+        assert not any(constrained)
 
 
 def test_langgraphs_example_is_rewarded_after_more_turns_than_its_own_limit(endpoint, tokenizer):
