@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import shlex
 import shutil
 import signal
 import socket
@@ -302,12 +301,7 @@ def start_zygote() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs):
-    """Has pytest-xdist's workers forked, too, so that the imports are paid for once."""
-    if shutil.which("nvidia-smi"):  # a fork can't use a GPU that its parent has asked about itself
-        return
-    start_zygote()
-    for spec in specs:
-        spec.python = shlex.join([sys.executable, f"{REPO}/tests/zygote.py"])
+    start_zygote()  # one for all workers
 
 
 def pytest_collection_modifyitems(items):

@@ -1,14 +1,13 @@
 // Draws a report.html without a browser:
 //
-//     node dom.js PAGE ADDRESS [ACTIONS]
+//     node dom.js PAGE ADDRESS [VALUES]
 //
-// prints the elements that its script makes, as markup, and then the page's address; and both
-// again after each of the ACTIONS, with a form feed before. These are JSON, [element, event, value]
-// each. The element is found by its aria-label or its whole text; a value is typed into it first.
-// This is a document with no more than the page uses. All sizes are 0.
+// prints the elements that its script makes, as markup; and again, with a form feed before, after
+// each of VALUES, a JSON list of texts that are typed into the filter of trajectories.
+// This is a document with no more than the page uses.
 "use strict";
 const fs = require("fs"), vm = require("vm");
-const [, , pageFile, start = "", actions = "[]"] = process.argv;
+const [, , pageFile, address, values = "[]"] = process.argv;
 
 const escape = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
@@ -23,9 +22,6 @@ class Element {
   children = [];
   listeners = {};
   offsetParent = {};
-  scrollTop = 0;
-  clientWidth = 0;
-  clientHeight = 0;
 
   constructor(tag) { this.tag = tag; }
   append(...nodes) {
@@ -36,10 +32,7 @@ class Element {
     this.append(...nodes);
   }
   setAttribute(name, value) { this.attributes[name] = String(value); }
-  addEventListener(name, listener) { (this.listeners[name] ||= []).push(listener); }
-  getBoundingClientRect() { return {left: 0, top: 0, width: 0, height: 0}; }
-  get value() { return this.typed ?? this.attributes.value ?? this.textContent; }
-  set value(text) { this.typed = text; }
+  addEventListener(name, listener) { this.listeners[name] = listener; }
   get className() { return this.attributes.class || ""; }
   set className(value) { this.attributes.class = value; }
   get textContent() { return this.children.map(child => child.textContent).join(""); }
@@ -63,7 +56,6 @@ const byId = {};
 for (const [, id] of page.matchAll(/ id="(\w+)"/g)) byId[id] = new Element("div");
 byId.data.append(page.match(/<script type="application\/json" id="data">(.*?)<\/script/s)[1]);
 
-let address = start;
 const browser = {
   document: {
     getElementById: id => byId[id],
@@ -72,25 +64,17 @@ const browser = {
     createTextNode: text => new Text(text),
   },
   location: {hash: address},
-  history: {replaceState(state, title, there) { address = there; }},
+  history: {replaceState() {}},
   URLSearchParams,
   setInterval() {},
   addEventListener() {},
 };
 vm.runInNewContext(page.match(/<script nonce="\w+">(.*?)<\/script>/s)[1], browser);
 
-function print() {
-  console.log(`${byId.main}\naddress ${decodeURIComponent(address).replaceAll("+", " ")}`);
-}
-
-print();
-for (const [name, event, value] of JSON.parse(actions)) {
-  const isMeant = node => node.attributes["aria-label"] === name
-    || node.textContent === name && node.listeners[event];
-  const node = [...byId.tabs.all(), ...byId.main.all()].find(isMeant);
-  if (!node) throw new Error(`the page has no ${name}`);
-  if (value !== undefined) node.value = value;
-  for (const listener of node.listeners[event] || []) listener({target: node, preventDefault() {}});
-  process.stdout.write("\f");
-  print();
+console.log(`${byId.main}`);
+for (const value of JSON.parse(values)) {
+  const filter = byId.main.all().find(node => node.attributes["aria-label"] === "filter");
+  filter.value = value;
+  filter.listeners.input({target: filter, preventDefault() {}});
+  console.log(`\f${byId.main}`);
 }

@@ -1,7 +1,6 @@
 """Every bench in its smallest form: it ends with code 0 and prints its table."""
 
 import json
-import math
 import re
 import sys
 
@@ -11,78 +10,47 @@ from conftest import REPO, SMALL_CACHE, run
 RATIO = r"# \(# - #\)"
 ENGINE = ["--engine_args", SMALL_CACHE]
 SHORT = "--prompts 2 --group_size 2 --rounds 1".split()
-# The script, its flags (MODEL is replaced), and what it prints: patterns in which # stands for a
-# finite number.
+# The script, its flags (MODEL is replaced), and a line of its table, in which # stands for a finite
+# number.
 RUNS = {
     "gpu": (
         "--device cpu --cycles 2".split(),
-        [
-            r"\| tiny \| agree \| logprobs, float32 \| mean #, max # over # tokens",
-            r"\| tiny \| agree \| logprobs: 16 tokens, a sync, 24 \| mean #, max # over 40 tokens",
-            r"\| tiny \| sync \| .* \| # GB in # s, # times a plain copy",
-            r"\| tiny \| sleep \| 2 cycles \| # GiB freed, # lost",
-        ],
+        r"logprobs, float32 \| mean #, max # (?s:.*) \| sleep \| 2 cycles \| # GiB freed, # lost",
     ),
     "horizon": (
         "--template qwen2.5 --turns 10 --rounds 1".split(),
-        [
-            "MB of a step: batch #, layout #, peak #$",
-            r"qwen2\.5 tool: append +# +# +# +#$",
-            r"qwen2\.5 reasoning: verl +# +# +# +#$",
-        ],
+        r"qwen2\.5 reasoning: verl +# +# +# +#$",
     ),
-    # Experts, a model of vLLM's Transformers backend, and one that does not exist.
     "models": (
-        ["qwen3_moe", "olmo2", "nothing"],
-        [
-            r"\| qwen3_moe \| agrees \| # \| # \|",
-            r"\| olmo2 \| agrees \| # \| # \|",
-            r"\| nothing \| fails: KeyError: 'nothing' \|  \|  \|",
-        ],
+        ["qwen3_moe", "nothing"],  # one with experts, and one that does not exist
+        r"\| qwen3_moe \| agrees \| # \| # \|\n\| nothing \| fails: KeyError: 'nothing' \|  \|  \|",
     ),
     "rollout": (
         [*SHORT, *"--turns 2 --spread tail --tokens 4".split(), *ENGINE],
-        [
-            "2 turns of 1 to 32 tokens, #M parameters",
-            "round 1 +rollout +# tokens/s +LLM.generate +# +ratio #",
-            f"ratio {RATIO}",
-            "idle for #%",
-        ],
+        f"^ratio {RATIO}",
     ),
     "trl": (
         [*SHORT, *"--model MODEL --tokens 4 --warm_up 1 --prompt_tokens 60 --trl".split(), *ENGINE],
-        ["flatrl +# +# +# +# +#"],
+        "flatrl +# +# +# +# +#",
     ),
     "update": (
         [*SHORT, *"--model MODEL --prompt_tokens 8 --response_tokens 4".split()],
-        [
-            f"^ +{side} +# s +{RATIO} +# s +{RATIO} +# tokens in # passes, # MB"
-            for side in ("flatrl", "unshared", "bare")
-        ],
+        f"^ +bare +# s +{RATIO} +# s +{RATIO} +# tokens in # passes, # MB",
     ),
     "zoo": (
         ["--only", "an expert not sent", "--", *ENGINE],
-        [r"\| an expert not sent \| .*layers\.1\.mlp\.experts", "1 of 1 named"],
+        r"\| an expert not sent \| .*layers\.1\.mlp\.experts",
     ),
 }
 
 
-def check_lines(printed: str, patterns: list[str]) -> None:
-    """Asserts that each pattern is found, and that its numbers are finite."""
-    for pattern in patterns:
-        expression = pattern.replace("#", r"(-?[\d.,]+(?:e[+-]?\d+)?|-?inf|nan)")
-        match = re.search(expression, printed, re.MULTILINE)
-        assert match, f"{pattern} is not in:\n{printed}"
-        numbers = [float(number.strip(",.").replace(",", "")) for number in match.groups()]
-        assert all(math.isfinite(number) for number in numbers), match[0]
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_bench(name, tiny_model, cache):
-    flags, patterns = RUNS[name]
+    flags, pattern = RUNS[name]
     words = [tiny_model if flag == "MODEL" else flag for flag in flags]
     printed = run(f"bench/{name}.py", *words, script="tests/forking.py", cache=cache)
-    check_lines(printed, patterns)
+    expression = pattern.replace("#", r"(-?[\d.,]+(?:e[+-]?\d+)?)")
+    assert re.search(expression, printed, re.MULTILINE), printed
 
 
 OWN_ESTIMATOR = """
@@ -99,10 +67,9 @@ def test_credit_is_compared_with_values_known_by_hand(monkeypatch, tmp_path, reg
     import credit
 
     teacher, nim = credit.GAMES["bisection"], credit.GAMES["nim"]
-    start = (0, 31, 0)
     assert credit.value(teacher, (0, 2, 3)) == pytest.approx(7 / 9)  # three numbers, two guesses
     assert credit.action_value(teacher, (0, 2, 3), 1) == 1
-    assert credit.value(teacher, start) == pytest.approx(0.5326, abs=1e-4)
+    assert credit.value(teacher, (0, 31, 0)) == pytest.approx(0.5326, abs=1e-4)
     assert credit.value(nim, (4,)) == 0
     assert credit.action_value(nim, (5,), 1) == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
 
@@ -122,6 +89,3 @@ def test_credit_is_compared_with_values_known_by_hand(monkeypatch, tmp_path, reg
     assert exact["correlation"] > returns["correlation"] > grpo["correlation"] > 0.4
     assert exact["bias"] < 0.02 and returns["bias"] < 0.02
     assert rows["drgrpo", 0]["bias"] < 0.03  # its baseline is wrong in most states, which is noise
-    error = exact["bias"] ** 2 + exact["noise"] ** 2
-    explained = exact["truth"] ** 2 / (exact["truth"] ** 2 + error)
-    assert exact["correlation"] ** 2 == pytest.approx(explained, abs=0.02)

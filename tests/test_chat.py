@@ -15,6 +15,7 @@ import pytest
 from conftest import HANGS, for_ever, too_late
 from test_agent_loop import (
     ANSWER,
+    ASKED,
     ASSISTANT,
     END,
     PROMPT,
@@ -35,15 +36,13 @@ from agent_loop import AgentLoopOutput, as_tool
 from examples import calculator
 from flatrl.chat.client import ChatAgentLoop, OutOfBudget
 from flatrl.processes import Background
-from rollout import set_rewards
 from train import Args
 
 BACKGROUND = Background()
 CALCULATOR = as_tool(calculator.calculator).schema
 PARAMETERS = {"type": "object", "properties": {}}
 OTHER = {"type": "function", "function": {"name": "other", "parameters": PARAMETERS}}
-FIRST = f"<|im_start|>user\nWhat is 1+1?{END}\n{ASSISTANT}"
-FIRST_WITH_TOOLS = f"<|im_start|>system\nTools: calculator{END}\n{FIRST}"
+FIRST_WITH_TOOLS = f"<|im_start|>system\nTools: calculator{END}\n{ASKED}"
 NEVER = object()  # a line of the script: the engine never answers
 
 
@@ -193,48 +192,31 @@ def test_a_malformed_call_or_one_without_tools_is_text(play, text, how):
 # ---------------------------------------------------------------- what continues, and what forks
 
 
-def with_other_ids(message) -> dict:
-    message = message.model_dump()
+def as_a_framework_sends_it(message) -> dict:
+    """With ids, keys and parts of its own."""
+    parts = [{"type": "text", "text": message.content}]
+    message = message.model_dump() | {"content": parts, "refusal": None, "name": "solver"}
     for made in message["tool_calls"] or ():
         made |= {"id": "call_1", "index": 0}
     return message
 
 
-def in_parts(message) -> dict:
-    return message.model_dump() | {"content": [{"type": "text", "text": message.content}]}
+@pytest.mark.parametrize("back", [lambda message: message, as_a_framework_sends_it])
+def test_replies_as_clients_send_them_back_continue_and_what_the_agent_made_up_is_given(play, back):
+    made_up = {"role": "assistant", "content": "7"}
 
-
-BACK = {
-    "pydantic": lambda message: message,
-    "content in parts": in_parts,
-    "extra keys": lambda message: message.model_dump() | {"refusal": None, "name": "solver"},
-    "ids of its own": with_other_ids,
-}
-
-
-@pytest.mark.parametrize("back", BACK.values(), ids=BACK)
-def test_the_reply_as_clients_send_it_back_continues(play, back):
     async def chat(client, prompt, **row):
         first = await ask(client, *prompt, tools=[CALCULATOR])
         answer = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "2"}
         history = [*prompt, back(first), answer]
         second = await ask(client, *history, tools=[CALCULATOR])
-        await ask(client, *history, back(second), user("Sure?"), tools=[CALCULATOR])
+        history += [back(second), user("Guess"), made_up, user("Sure?")]
+        await ask(client, *history, tools=[CALCULATOR])
 
     (output,), engine = play(chat, SUM, "é 2", ANSWER)
-    parts = [(1, SUM + END), tool_turn("2"), (2, "é 2" + END), user_turn("Sure?")]
-    assert_output(output, engine, *parts, (3, ANSWER + END))
-
-
-def test_messages_that_the_agent_made_up_are_given(play):
-    async def chat(client, prompt, **row):
-        message = await ask(client, *prompt)
-        made_up = {"role": "assistant", "content": "7"}
-        await ask(client, *prompt, message, user("Guess"), made_up, user("Really?"))
-
-    (output,), engine = play(chat, "3", "2")
-    given = f"\n<|im_start|>user\nGuess{END}\n{ASSISTANT}7{END}" + user_turn("Really?")
-    assert_output(output, engine, (1, "3" + END), given, (2, "2" + END))
+    parts = [(1, SUM + END), tool_turn("2"), (2, "é 2" + END)]
+    given = user_turn("Guess") + "7" + END + user_turn("Sure?")
+    assert_output(output, engine, *parts, given, (3, ANSWER + END))
 
 
 # In place: the client got the same objects in an earlier call.
@@ -264,26 +246,6 @@ def test_a_changed_history_forks(play, tokenizer, changed):
     assert_output(outputs[1], engine, (3, "again" + END))
     assert tokenizer.decode(outputs[1].prompt_ids).endswith(user_turn("Again"))
     assert [output.reward for output in outputs] == [None, 1.0]
-
-
-def test_sub_agents_are_outputs_of_their_own_and_the_last_speaker_is_last(play, tokenizer):
-    async def chat(client, prompt, **row):
-        plan = await ask(client, *prompt)
-        for name in ("A", "B"):
-            system = {"role": "system", "content": f"You are {name}."}
-            await solve(client, [system, user("Help.")])
-        await ask(client, *prompt, plan, user("They are done."))
-        return 0.25
-
-    outputs, engine = play(chat, "plan", SUM, "a", "b", ANSWER)
-    assert len(outputs) == 3
-    assert_output(outputs[0], engine, (2, SUM + END), tool_turn("2"), (3, "a" + END))
-    assert_output(outputs[1], engine, (4, "b" + END))
-    done = user_turn("They are done.")
-    assert_output(outputs[2], engine, (1, "plan" + END), done, (5, ANSWER + END))
-    assert tokenizer.decode(outputs[1].prompt_ids).startswith("<|im_start|>system\nYou are B.")
-    run(set_rewards(SimpleNamespace(), outputs, {}))  # one rollout, one reward
-    assert [output.reward for output in outputs] == [0.25] * 3
 
 
 def test_a_template_that_rewrites_history_forks_inside_a_trajectory(play, tokenizer):
@@ -367,26 +329,6 @@ def test_a_reply_without_an_end_of_turn_continues(play, how, line, said, reason)
     (output,), engine = play(chat, line, "ok")
     sampled = said if reason == "length" else "123."
     assert_output(output, engine, (1, sampled), END + user_turn("More"), (2, "ok" + END))
-
-
-def test_nothing_continues_a_call_that_was_cancelled(play):
-    """An agent gives up on a reply after a deadline of its own, and asks again."""
-
-    async def chat(client, prompt, **row):
-        first = await ask(client, *prompt)
-        again = [*prompt, first, user("And?")]
-        call = asyncio.ensure_future(ask(client, *again))
-        while len(client.loop.engine.prompts) < 2:
-            await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        await ask(client, *again, user("Hurry."))
-
-    outputs, engine = play(chat, "2", NEVER, "fast")
-    assert outputs[-1].messages[-1]["content"] == "fast"
-    unsaid = ASSISTANT + user_turn("Hurry.").removeprefix("\n")  # which no template writes
-    assert unsaid not in engine.tokenizer.decode(engine.prompts[2])
-    assert_exact(outputs, engine)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
@@ -519,19 +461,26 @@ def test_another_exception_of_the_agent_is_raised(play):
         play(chat, "2", max_model_len=1000, trajectory_timeout=HANGS)
 
 
-def test_a_conversation_that_failed_stands_first(play):
+def test_a_conversation_that_failed_stands_first_and_the_one_that_spoke_last_is_last(play):
     """The task's reward is asked of the last output, whose last question must have an answer."""
 
     async def chat(client, prompt, **row):
-        await ask(client, *prompt)
-        helper = await ask(client, user("Help."))
+        plan = await ask(client, *prompt)
+        await ask(client, user("Hello."))
+        history = [user("Help."), await ask(client, user("Help.")), user("More.")]
         with pytest.raises(RuntimeError, match="out of memory"):
-            await ask(client, user("Help."), helper, user("More."))
+            await ask(client, *history)
+        await ask(client, *history, user("Hurry."))  # nothing continues what has failed
+        await ask(client, *prompt, plan, user("Done?"))
         return 0.5
 
-    (failed, whole), engine = play(chat, "plan", "yes", RuntimeError("out of memory"))
-    assert_output(failed, engine, (2, "yes" + END), user_turn("More."))
-    assert [message["content"] for message in whole.messages] == ["What is 1+1?", "plan"]
+    lines = ("plan", "hi", "yes", RuntimeError("out of memory"), "fast", "done")
+    (failed, hello, hurried, whole), engine = play(chat, *lines)
+    assert_output(failed, engine, (3, "yes" + END), user_turn("More."))
+    assert_output(hello, engine, (2, "hi" + END))
+    unsaid = ASSISTANT + user_turn("Hurry.").removeprefix("\n")  # which no template writes
+    assert unsaid not in engine.tokenizer.decode(hurried.prompt_ids)
+    assert_output(whole, engine, (1, "plan" + END), user_turn("Done?"), (6, "done" + END))
     assert [failed.reward, whole.reward] == [None, 0.5]
 
 
@@ -569,5 +518,5 @@ def test_an_agent_that_asks_nothing_or_has_no_room_is_skipped(play, tokenizer):
         return 1.0
 
     assert play(chat)[0] == []
-    outputs, engine = play(asks_once, max_model_len=len(encode(tokenizer, FIRST)))
+    outputs, engine = play(asks_once, max_model_len=len(encode(tokenizer, ASKED)))
     assert (outputs, engine.prompts) == ([], [])

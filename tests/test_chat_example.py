@@ -13,28 +13,19 @@ from data import load_task
 from examples import calculator, chat
 from train import Args
 
-
-@pytest.fixture
-def task():
-    return load_task(str(REPO / "examples/calculator.py"))
+TASK = load_task(str(REPO / "examples/calculator.py"))
 
 
-@pytest.fixture
-def types(monkeypatch):
-    """types(line, ...): what the user will type, and the end of the input."""
-
-    def types(*lines):
-        typed = mock.Mock(side_effect=[*lines, EOFError])
-        monkeypatch.setattr(builtins, "input", typed)
-
-    return types
+def types(monkeypatch, *lines: str) -> None:
+    """Has the user type these lines, and then end the input."""
+    monkeypatch.setattr(builtins, "input", mock.Mock(side_effect=[*lines, EOFError]))
 
 
-def test_conversations(task, tokenizer, types, capsys):
-    types("What is 1+1?", "", "Sure?", "/new", "Hello", "/new", "Bye")
+def test_conversations(tokenizer, monkeypatch, capsys):
+    types(monkeypatch, "What is 1+1?", "", "Sure?", "/new", "Hello", "/new", "Bye")
     engine = Script(tokenizer, (SUM, ANSWER, "Yes.", "Hi.", ("cut", "length")))
     args = Args(max_response_tokens=1000, max_assistant_turns=0)
-    first, second, _ = asyncio.run(chat.converse(engine, tokenizer, None, task, args))
+    first, second, _ = asyncio.run(chat.converse(engine, tokenizer, None, TASK, args))
     said = SUM + END + tool_turn("2") + ANSWER + END + user_turn("Sure?") + "Yes." + END
     assert first.response_ids == encode(tokenizer, said)
     assert first.messages[0] == {"role": "system", "content": calculator.SYSTEM_PROMPT}
@@ -50,10 +41,10 @@ def test_conversations(task, tokenizer, types, capsys):
     ]
 
 
-def test_on_the_real_engine(task, engine, background, tokenizer, tiny_model, args, types, capsys):
-    types("What is 1+1?")
+def test_on_the_real_engine(engine, background, tokenizer, tiny_model, args, monkeypatch, capsys):
+    types(monkeypatch, "What is 1+1?")
     wake(engine, hf_model(tiny_model), 0)
-    (output,) = chat.talk(engine, background, tokenizer, None, task, args)
+    (output,) = chat.talk(engine, background, tokenizer, None, TASK, args)
     assert "user\nWhat is 1+1?" in tokenizer.decode(output.prompt_ids)
     assert set(output.response_versions) == {0}
     assert "policy> " in capsys.readouterr().out

@@ -1,22 +1,22 @@
 """Tasks in examples/: rows, tools, rewards, a simulated user, environments, a judge.
 
-The calculator, gsm8k.py, gsm8k_user.py, environments.py, and llm_judge.py with a server."""
+The calculator, gsm8k.py, gsm8k_user.py, environments.py, and llm_judge.py."""
 
 import asyncio
 import contextlib
+import functools
 import json
 import threading
-from decimal import Decimal
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
-from conftest import HANGS, REPO, output_of, time_passes
+from conftest import HANGS, REPO, output_of
 from test_agent_loop import said_by
 from test_example_outputs import play as play_all
 
-from agent_loop import BadInput, in_time
+from agent_loop import BadInput
 from data import filter_overlong, load_rows, load_task
 from examples import calculator, environments
 from examples.tiny_models import PIECES
@@ -125,22 +125,15 @@ def test_rows_are_disjoint_and_fit_the_tiny_model(task, tokenizer):
     assert len({row["extra_info"]["question"] for row in train + val}) == 24
 
 
-@pytest.mark.parametrize("text, number", [
-    ("so\n####  72 apples, not 80\n", "72"),
-    ("#### $1,234.50", "1234.50"),
-    ("#### -$5", "-5"),
-    ("#### <answer>72</answer>", "72"),  # verl's interaction prompts say "#### <answer>"
-    ("#### 70\nNo, wait.\n#### 72", "72"),
-    ("The answer is 72.", None),
-    ("<answer>72", None),  # cut off
-])  # fmt: skip
-def test_find_answer(text, number):
-    assert gsm8k.find_answer(text) == (None if number is None else Decimal(number))
-
-
 @pytest.mark.parametrize("said, truth, score, form", [
     ("#### 1000.00", "1,000", 1.0, 1.0),
+    ("so\n####  72 apples, not 80\n", "72", 1.0, 1.0),
+    ("#### $1,234.50", "1234.50", 1.0, 1.0),
+    ("#### -$5", "-5", 1.0, 1.0),
+    ("#### <answer>72</answer>", "72", 1.0, 1.0),  # as verl's interaction prompts say
     ("#### 72\n#### 71", "72", 0.0, 1.0),
+    ("The answer is 72.", "72", 0.0, 0.0),
+    ("<answer>72", "72", 0.0, 0.0),  # cut off
     (None, "72", 0.0, 0.0),
 ])  # fmt: skip
 def test_the_reward_of_gsm8k(said, truth, score, form):
@@ -184,9 +177,7 @@ def test_verls_parquet_files(play, tmp_path):
     system = {"role": "system", "content": "You are a math expert."}
     kwargs = {"name": "gsm8k", "query": asked, "ground_truth": truth}
     row = {
-        "data_source": "openai/gsm8k",
         "prompt": [system, {"role": "user", "content": asked}],
-        "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": {"split": "train", "index": 0, "interaction_kwargs": kwargs},
     }
@@ -258,39 +249,28 @@ def conversation(*contents: str):
     return output_of([1], messages=messages)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers with the judge's replies in turn, the last one for ever: a text, or a status."""
+@pytest.fixture
+def judge(monkeypatch):
+    """The `task`, and the `requests` to a judge: a test sets its `replies`, texts or statuses.
 
-    def log_message(self, *_): ...
+    The last one is given for ever."""
+    judge = SimpleNamespace(requests=[])
 
-    def do_POST(self):
-        judge = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        judge.requests.append((self.path, self.headers["Authorization"], body))
+    def answer(request: httpx.Request) -> httpx.Response:
+        judge.requests.append(request)
         reply = judge.replies[min(len(judge.requests), len(judge.replies)) - 1]
         message = {"role": "assistant", "content": reply}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
-        self.send_response(200 if isinstance(reply, str) else reply)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps({"choices": [choice]}).encode())
+        return httpx.Response(200 if isinstance(reply, str) else reply, json={"choices": [choice]})
 
-
-@pytest.fixture
-def judge(monkeypatch):
-    """The judge, with `requests` (path, key, body), and the `task`. A test sets its `replies`."""
-    judge = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    judge.requests = []
-    judge.daemon_threads = True
-    threading.Thread(target=judge.serve_forever, daemon=True, args=(0.02,)).start()
-    monkeypatch.setenv("JUDGE_BASE_URL", f"http://127.0.0.1:{judge.server_port}/v1")
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    connected = functools.partial(openai.AsyncOpenAI, http_client=http)
+    monkeypatch.setattr(openai, "AsyncOpenAI", connected)
+    monkeypatch.setenv("JUDGE_BASE_URL", "http://judge/v1")
     monkeypatch.setenv("JUDGE_MODEL", "a-judge")
     monkeypatch.setenv("JUDGE_API_KEY", "secret")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     judge.task = load_task(str(REPO / "examples/llm_judge.py"))
-    yield judge
-    judge.shutdown()
-    judge.server_close()
+    return judge
 
 
 def test_judge_grades_with_rubric_reference_and_key(judge):
@@ -300,8 +280,10 @@ def test_judge_grades_with_rubric_reference_and_key(judge):
     criteria = {"rubric": "Be right.", "ground_truth": "Iron oxide."}
     asyncio.run(set_rewards(judge.task, [output], {"reward_model": criteria}))
     assert output.reward == {"score": 0.7, "grade": 7}
-    ((path, authorization, body),) = judge.requests
-    assert (path, authorization) == ("/v1/chat/completions", "Bearer secret")
+    (request,) = judge.requests
+    assert request.url == "http://judge/v1/chat/completions"
+    assert request.headers["Authorization"] == "Bearer secret"
+    body = json.loads(request.content)
     assert (body["model"], body["temperature"], len(body["messages"])) == ("a-judge", 0.0, 1)
     asked = body["messages"][0]["content"]
     for part in ("user: What is rust?", "Rubric: Be right.", "Reference answer: Iron oxide."):
@@ -321,22 +303,6 @@ def test_a_judge_that_fails_twice_costs_the_trajectory(judge):
     assert reward["grade"] == 9 and len(judge.requests) == 2
     with pytest.raises(openai.APIStatusError):
         asyncio.run(judge.task.reward(conversation("Hi", "Ho"), {}))
-
-
-def test_a_rewards_deadline_does_not_run_while_it_waits_for_its_turn(judge, monkeypatch):
-    async def one():
-        _, requests = judge.task.judge_of(asyncio.get_running_loop())
-        async with requests:  # of another reward
-            grading = in_time("a reward", HANGS, judge.task.reward(conversation("Hi", "Ho"), {}))
-            waiting = asyncio.create_task(grading)
-            await asyncio.sleep(0.1)
-            time_passes(2 * HANGS)
-            await asyncio.sleep(0.1)
-        return await waiting
-
-    judge.replies = ["Grade: 9"]
-    monkeypatch.setattr(judge.task, "IN_FLIGHT", 1)
-    assert asyncio.run(one())["grade"] == 9
 
 
 @pytest.mark.parametrize("reply, grade", [

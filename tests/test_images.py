@@ -99,10 +99,10 @@ def rows_of(args, processor, task=vision_task, split="train") -> list[dict]:
     return data.filter_overlong(rows, processor.tokenizer, task, args, processor)
 
 
-def play_all(policy, engine, background, args, processor, rows, cls=Looker, task=vision_task):
+def play_all(policy, engine, background, args, processor, rows):
     """The outputs of one trajectory a row, with the policy's weights as the next version."""
     train.sync(engine, policy, engine.version + 1)
-    loops = [cls(engine, processor.tokenizer, processor, task, args) for _ in rows]
+    loops = [Looker(engine, processor.tokenizer, processor, vision_task, args) for _ in rows]
     runs = [loop.run({"temperature": 1.0}, **row) for loop, row in zip(loops, rows)]
     outputs = stepped(engine, background, *runs)
     engine.sleep()
@@ -189,26 +189,13 @@ def test_qwen3_vl_agrees_with_the_engine_too(args, background, process_group, pr
     ours = AutoConfig.from_pretrained(args.model).to_dict()
     text = ours["text_config"] | {"bos_token_id": None, "head_dim": 32}
     text["rope_parameters"] |= {"mrope_interleaved": True}
-    for name in ("model_type", "layer_types", "sliding_window", "max_window_layers"):
-        text.pop(name, None)
-    seeing = dict(
-        depth=3,
-        num_heads=2,
-        hidden_size=32,
-        intermediate_size=64,
-        patch_size=14,
-        out_hidden_size=64,
-        deepstack_visual_indexes=[0, 1],
-        num_position_embeddings=64,
-        initializer_range=0.1,
-    )
-    config = AutoConfig.for_model(
-        "qwen3_vl",
-        text_config=text,
-        vision_config=seeing,
-        tie_word_embeddings=True,
-        **{name: token for name, token in ours.items() if name.endswith("_token_id")},
-    )
+    seeing = ours["vision_config"] | {"deepstack_visual_indexes": [0, 1]}
+    seeing["num_position_embeddings"] = 64
+    for part in (ours, text, seeing):
+        for name in ("model_type", "layer_types", "sliding_window", "max_window_layers"):
+            part.pop(name, None)
+    ours |= {"text_config": text, "vision_config": seeing}
+    config = AutoConfig.for_model("qwen3_vl", **ours)
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     args = replace(args, model=str(tmp_path))

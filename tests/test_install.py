@@ -1,4 +1,4 @@
-"""install.sh with a pip that only writes down its calls; pins."""
+"""install.sh with a pip that only writes down its calls."""
 
 import os
 import re
@@ -159,15 +159,3 @@ def test_a_python_that_is_too_new_is_named(machine):
         machine.program(machine.bin / name, old)
     said = "install.sh: needs Python 3.11 or 3.12; python3 is Python 3.13.0\n"
     assert machine.run(SOURCE)[2] == said
-
-
-def test_pins():
-    """GPU and CPU lists hold the same versions."""
-
-    def pins(name):
-        lines = (REPO / name).read_text().splitlines()
-        lines = [line for line in lines if line and not line.startswith("#")]
-        return dict(line.split("==") if "==" in line else (line, "any") for line in lines)
-
-    gpu, cpu = pins("requirements.txt"), pins("requirements-cpu.txt")
-    assert {n.removesuffix("-cpu"): v.removesuffix("+cpu") for n, v in cpu.items()} == gpu

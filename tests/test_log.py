@@ -5,10 +5,10 @@ import itertools
 import json
 import statistics
 import sys
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+from conftest import output_of, rows_of
 
 import data
 from agent_loop import AgentLoopOutput
@@ -16,35 +16,16 @@ from flatrl import checkpoints, notices
 from flatrl.log import Log
 from flatrl.metrics import describe_eval
 from flatrl.terminal import Bar
-
-
-@dataclass
-class Args:
-    output_dir: str
-    num_steps: int = 30
-    resume: bool = False
-    wandb_project: str | None = None
-    dump_rollouts: float = 1.0
+from train import Args
 
 
 @pytest.fixture
 def args(tmp_path):
-    return Args(str(tmp_path / "run"))
-
-
-def read(file) -> list[dict]:
-    return [json.loads(line) for line in file.open()]
+    return Args(output_dir=str(tmp_path / "run"), num_steps=30)
 
 
 def an_output(**changes) -> AgentLoopOutput:
-    return AgentLoopOutput(
-        prompt_ids=[1, 2],
-        response_ids=[7, 8],
-        response_mask=[1, 0],
-        response_logprobs=[-0.5, 0.0],
-        response_versions=[4, -1],
-        **changes,
-    )
+    return output_of([1, 0], ids=[7, 8], version=4, logprob=-0.5, **changes)
 
 
 def test_args_versions_and_the_commit_are_kept(args, tmp_path):
@@ -76,7 +57,7 @@ def test_a_step_is_a_json_object_and_a_line_of_the_table(args, tmp_path, capsys)
     }
     log.metrics(first)
     log.metrics(second)
-    assert read(tmp_path / "run/metrics.jsonl") == [first, second]
+    assert rows_of(tmp_path / "run/metrics.jsonl") == [first, second]
     titles, at_0, at_1 = map(str.split, capsys.readouterr().out.splitlines())
     assert titles[:3] == ["step", "reward", "eval"]
     assert at_0 == ["0/30", "0.250"]
@@ -92,9 +73,9 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(args, tmp_path):
         log.metrics(row)
     file = tmp_path / "run/metrics.jsonl"
     resumed = Log(args, None, 3)
-    assert read(file) == rows[:4]
+    assert rows_of(file) == rows[:4]
     resumed.metrics(rows[4])
-    assert read(file) == rows[:5]
+    assert rows_of(file) == rows[:5]
 
 
 def test_rollouts_are_a_line_each(args, tmp_path):
@@ -106,7 +87,7 @@ def test_rollouts_are_a_line_each(args, tmp_path):
     ]
     errors = [{"kind": "failed_reward", "prompt": 6}]
     log.rollouts("step_000004", outputs, errors)
-    first, second, third = read(tmp_path / "run/rollouts/step_000004.jsonl")
+    first, second, third = rows_of(tmp_path / "run/rollouts/step_000004.jsonl")
     expected = vars(outputs[0]) | {"index": "row-9", "total_reward": 1.25, "images": 0}
     assert first == expected | {"turn_rewards": [[0, 0.25]]}
     assert second["images"] == 2 and second["index"] is None
@@ -117,7 +98,7 @@ def test_rollouts_are_a_line_each(args, tmp_path):
     args.dump_rollouts = 0.25  # whole groups
     places = [{"prompt": prompt, "sample": sample} for prompt in range(9) for sample in (0, 1)]
     log.rollouts("step_000005", [an_output(extra=place) for place in places], errors)
-    *kept, third = read(tmp_path / "run/rollouts/step_000005.jsonl")
+    *kept, third = rows_of(tmp_path / "run/rollouts/step_000005.jsonl")
     assert [line["extra"] for line in kept] == [x for x in places if x["prompt"] in (3, 7)]
     assert third == errors[0]
     log.rollouts("eval_000001", [], [])
@@ -135,17 +116,13 @@ def test_a_trajectory_is_shown_and_a_warning_is_printed_once(args, capsys):
     assert err == "warning: odd\nwarning: even\n"
 
 
-def evaluated(*scores: list) -> list[AgentLoopOutput]:
-    """Outputs of prompts 0, 1, ...: one rollout a score."""
+def evaluation(scores: list[list], rows: list[dict]) -> dict[str, float]:
+    """The metrics of outputs of prompts 0, 1, ...: one rollout a score."""
     outputs = []
     for prompt, group in enumerate(scores):
         for sample, score in enumerate(group):
             extra = {"prompt": prompt, "sample": sample, "segment": 0}
             outputs.append(an_output(reward=score, extra=extra))
-    return outputs
-
-
-def evaluation(outputs: list[AgentLoopOutput], rows: list[dict]) -> dict[str, float]:
     return describe_eval(outputs, data.by_unit(outputs), rows)
 
 
@@ -153,7 +130,7 @@ def test_an_evaluation_of_several_samples_a_row():
     """pass@j against all subsets of j rollouts; a row that lost a rollout counts below that j."""
     scores = [[1.0, 0.5, 0.0, 2.0], [0.0] * 4, [{"score": 1.0}, 0.0, 0.99], [1.0] * 4]
     rows = [{"data_source": name} for name in ("gsm8k", "math", "gsm8k", "math")]
-    got = evaluation(evaluated(*scores), rows)
+    got = evaluation(scores, rows)
     passed = [[1, 0, 0, 1], [0] * 4, [1, 0, 0], [1] * 4]
     for j in range(1, 5):
         chances = []
@@ -169,7 +146,7 @@ def test_an_evaluation_of_several_samples_a_row():
     assert got["eval/reward_stderr"] == pytest.approx(statistics.stdev(of_rows) / 2)
     assert got["eval/response_length"] == 2
 
-    one = evaluation(evaluated([0.25]), [{}])
+    one = evaluation([[0.25]], [{}])
     assert one["eval/pass@1"] == one["eval/reward_stderr"] == 0 and one["eval/reward"] == 0.25
     assert not [name for name in one if name.count("/") > 1]
 

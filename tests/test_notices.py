@@ -5,6 +5,7 @@ import json
 import sys
 import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -199,28 +200,8 @@ def test_the_summary_tells_how_it_went_and_what_to_do_next(tmp_path):
     assert "--resume" not in notices.summary(args, 3)
 
 
-class Wandb:
-    """The package, as far as it is used; it is its own run."""
-
-    def __init__(self):
-        self.logged = []
-
-    def init(self, **settings):
-        self.settings = settings
-        return self
-
-    def Table(self, columns, data):
-        return [dict(zip(columns, row, strict=True)) for row in data]
-
-    def log(self, numbers, step):
-        self.logged.append((numbers, step))
-
-    def finish(self):
-        self.logged.append("finished")
-
-
 def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
-    package = Wandb()
+    package = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", package)
     log.args.wandb_project = "p"
     log.tokenizer = SimpleNamespace(decode=str)
@@ -229,12 +210,14 @@ def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
     metrics = {"step": 1, "reward/mean": 0.5, "timing/idle_s": [1.0]}
     found.step(metrics, SimpleNamespace(outputs=outputs))
     found.close()
-    assert package.settings == {"project": "p", "config": {"args": 1}, "dir": "there"}
-    (logged, step), end = package.logged
-    table = logged.pop("rollouts")
-    assert (logged, step, end) == ({"reward/mean": 0.5}, 1, "finished")
-    assert len(table) == 64 and table[3]["prompt"] == 3
-    assert table[3]["reward"] == 0.75 and table[3]["trajectory"] == "[1, 100, 101]"
+    package.init.assert_called_once_with(project="p", config={"args": 1}, dir="there")
+    logged = {"reward/mean": 0.5, "rollouts": package.Table.return_value}
+    package.init.return_value.log.assert_called_once_with(logged, step=1)
+    package.init.return_value.finish.assert_called_once()
+    table = package.Table.call_args.kwargs
+    fourth = dict(zip(table["columns"], table["data"][3], strict=True))
+    assert len(table["data"]) == 64 and fourth["prompt"] == 3
+    assert fourth["reward"] == 0.75 and fourth["trajectory"] == "[1, 100, 101]"
 
 
 def test_wandb_without_a_network_is_refused_first(cache, tmp_path):

@@ -7,17 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from conftest import REPO
-from test_log import Args, read
+from conftest import REPO, output_of, rows_of
 
 import data
 from agent_loop import AgentLoopOutput
 from flatrl import report
 from flatrl.log import Log
 from flatrl.report_trajectories import token_texts
+from train import Args
 
 HOSTILE = (
     "</script><script>document.title='pwned'</script>"
@@ -31,16 +32,12 @@ def folder(tmp_path) -> Path:
     return make_folder(tmp_path / "run")
 
 
-def make_folder(folder: Path, **flags) -> Path:
+def make_folder(folder: Path, command=(), **flags) -> Path:
     (folder / "rollouts").mkdir(parents=True)
-    write_about(folder, [], **flags)
-    return folder
-
-
-def write_about(folder: Path, command: list[str], **flags):
     args = {"model": None} | flags
     about = {"args": args, "command": command, "git": "abc", "versions": {"torch": "2"}}
     (folder / "args.json").write_text(json.dumps(about))
+    return folder
 
 
 def write_json_lines(file: Path, rows: list[dict]):
@@ -60,22 +57,14 @@ def run_of(folder: Path, tokenizer=None, **limits) -> dict:
 
 
 def trajectory(prompt=0, sample=0, ids=(5, 6, 7, 8), mask=None, **changes) -> AgentLoopOutput:
-    mask = mask or [1] * len(ids)
     extra = {"index": prompt, "prompt": prompt, "sample": sample, "segment": 0}
-    fields = {
-        "prompt_ids": [1, 2],
-        "response_ids": list(ids),
-        "response_mask": list(mask),
-        "response_logprobs": [-0.5 * m for m in mask],
-        "response_versions": [3 if m else -1 for m in mask],
-        "reward": 1.0,
-    }
     extra |= changes.pop("extra", {})
-    return AgentLoopOutput(**fields | changes, extra=extra)
+    fields = {"version": 3, "logprob": -0.5, "reward": 1.0, "extra": extra} | changes
+    return output_of(mask or [1] * len(ids), ids=ids, **fields)
 
 
 def write_rollouts(folder: Path, name: str, outputs: list, errors=()):
-    log = SimpleNamespace(folder=folder, args=Args(str(folder)))
+    log = SimpleNamespace(folder=folder, args=Args())
     Log.rollouts(log, name, outputs, list(errors))
 
 
@@ -88,13 +77,6 @@ def learned(outputs: list, advantages: list[float], difference: float) -> dict:
 
 
 # ------------------------------------------------------------- the page's data
-
-
-def test_a_file_that_is_half_written_is_left_out(folder):
-    write_rollouts(folder, "step_000001", [trajectory()])
-    before = run_of(folder)["trajectories"]
-    (folder / "rollouts/.step_000002.jsonl").write_text('{"prompt_ids": [1, ')
-    assert before and run_of(folder)["trajectories"] == before
 
 
 def test_the_page_has_the_numbers_of_metrics_jsonl(folder):
@@ -177,19 +159,10 @@ def test_tokens_that_are_parts_of_a_character_are_joined(tokenizer):
     assert token_texts(None, [7, 8]) == ["⟨7⟩", "⟨8⟩"]
 
 
-class Letters:
-    """A tokenizer of the hostile text: each of its characters is a token."""
-
-    added_tokens_decoder = {}
-
-    def encode(self, *_, **__):
-        return [0]
-
-    def decode(self, ids, **_):
-        return "".join("a" if i < 3 else HOSTILE[i - 3] for i in ids)
-
-
-def test_hostile_text_stays_text(folder):
+def test_hostile_text_stays_text(tmp_path):
+    folder = make_folder(tmp_path / "run", [HOSTILE], task=HOSTILE)
+    tokenizer = mock.Mock(added_tokens_decoder={}, encode=lambda *_, **__: [0])
+    tokenizer.decode = lambda ids, **_: "".join("a" if i < 3 else HOSTILE[i - 3] for i in ids)
     call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
     output = trajectory(
         ids=range(3, 3 + len(HOSTILE)),
@@ -199,9 +172,8 @@ def test_hostile_text_stays_text(folder):
     )
     error = {"kind": HOSTILE, "prompt": 0, "sample": 2, "error": HOSTILE}
     write_rollouts(folder, "step_000001", [output], [error])
-    write_about(folder, [HOSTILE], task=HOSTILE)
     write_json_lines(folder / "metrics.jsonl", [{"step": 1, HOSTILE: 2.0}])
-    run = run_of(folder, Letters())
+    run = run_of(folder, tokenizer)
     shown, failed = run["trajectories"]
     [block] = shown["blocks"]
     assert "".join(block["tokens"]) == HOSTILE and block["calls"] == [[HOSTILE, HOSTILE]]
@@ -224,6 +196,7 @@ def test_whole_groups_of_every_step_and_the_same_questions_of_every_evaluation(f
         write_rollouts(folder, f"step_{step:06d}", outputs)
     for step in (0, 5):
         write_rollouts(folder, f"eval_{step:06d}", [trajectory(i) for i in range(100)])
+    (folder / "rollouts/.step_000006.jsonl").write_text('{"prompt_ids": [1, ')  # being written
     run = run_of(folder, max_trajectories=70)
     shown = run["trajectories"]
     assert run["total"] == 400 and 60 <= len(shown) <= 70
@@ -245,7 +218,7 @@ def test_a_run_writes_its_page_and_it_takes_a_small_share_of_the_time(tmp_path, 
     clock = iter([0, 1, 50.9, 51, 52, 53, 54])  # it takes 1 s: not again within 50 s
     now = SimpleNamespace(monotonic=lambda: next(clock), time=lambda: 0.0)
     monkeypatch.setattr(report, "time", now)
-    log = Log(Args(str(tmp_path / "run")), None, 0)
+    log = Log(Args(output_dir=str(tmp_path / "run")), None, 0)
     page = tmp_path / "run" / "report.html"
 
     def steps() -> list[int]:
@@ -265,13 +238,13 @@ def test_a_run_writes_its_page_and_it_takes_a_small_share_of_the_time(tmp_path, 
 
 
 def test_a_report_that_fails_is_a_warning(tmp_path, capsys):
-    log = Log(Args(str(tmp_path / "run")), None, 0)
+    log = Log(Args(output_dir=str(tmp_path / "run")), None, 0)
     (tmp_path / "run" / "report.html").mkdir()
     log.metrics({"step": 0})
     log.close()
     warning = "warning: report.html can't be written: IsADirectoryError"
     assert capsys.readouterr().err.count(warning) == 1
-    assert read(tmp_path / "run" / "metrics.jsonl") == [{"step": 0}]
+    assert rows_of(tmp_path / "run" / "metrics.jsonl") == [{"step": 0}]
 
 
 # ------------------------------------------------------------- the command
@@ -306,14 +279,10 @@ def test_a_strangers_tokenizer_runs_no_code(folder, tiny_model, monkeypatch):
     report.load_tokenizer(folder)  # nobody is asked, and nothing of it runs
 
 
-def test_a_file_that_a_resumed_run_writes_anew_is_read_anew(tmp_path, tokenizer):
-    write_about(tmp_path, [])
-    write_json_lines(tmp_path / "metrics.jsonl", [{"step": 1}])
-    (tmp_path / "rollouts").mkdir()
+def test_a_file_that_a_resumed_run_writes_anew_is_read_anew(folder, tokenizer):
     for ids in ([5, 6], [5, 6, 7, 8, 9]):
-        both = [trajectory(sample=i, ids=ids) for i in range(2)]
-        write_rollouts(tmp_path, "step_000001", both)
-        run = run_of(tmp_path, tokenizer)
+        write_rollouts(folder, "step_000001", [trajectory(sample=i, ids=ids) for i in range(2)])
+        run = run_of(folder, tokenizer)
         assert (run["total"], len(run["trajectories"]), run["notes"]) == (2, 2, [])
 
 
@@ -332,23 +301,12 @@ def test_the_command_needs_nothing_but_python(folder):
 WITHOUT_NODE = pytest.mark.skipif(not shutil.which("node"), reason="no node")
 
 
-def states(page: Path, address: str, *actions) -> list[str]:
-    """A page's elements as markup, and its address: at first, and after each action.
-
-    An action is [element, event, value]."""
-    command = ["node", REPO / "tests" / "dom.js", page, f"#{address}", json.dumps(actions)]
+def drawn(page: Path, address: str, *filters: str) -> list[str]:
+    """A page's elements as markup: at first, and with each of these filters."""
+    command = ["node", REPO / "tests" / "dom.js", page, f"#{address}", json.dumps(filters)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     return result.stdout.split("\f")
-
-
-def drawn(*arguments) -> str:
-    """The last of the states."""
-    return states(*arguments)[-1]
-
-
-def plain(markup: str) -> str:
-    return re.sub(r"(<[^>]*>)+", "|", markup)
 
 
 def two_trees() -> list[AgentLoopOutput]:
@@ -377,7 +335,7 @@ def test_a_rollout_is_a_tree_and_units_are_beside_those_they_are_compared_with(f
     run_of(folder)
     leaf = "tab=trajectories&t=0.6"  # the first leaf of the second rollout
     # A tree: the leaves hang below the trunk, with the tokens that their prompts add.
-    tree = drawn(folder / "report.html", f"{leaf}&mode=tree")
+    [tree] = drawn(folder / "report.html", f"{leaf}&mode=tree")
     node, branches = '<div class="node">', '<div class="branches">'
     nodes = re.findall(f"{node}|{branches}|" r"segment \d · [a-z]+ ?\d?(?=</button>)", tree)
     assert nodes == [
@@ -385,19 +343,14 @@ def test_a_rollout_is_a_tree_and_units_are_beside_those_they_are_compared_with(f
         *[node, "segment 1 · leaf 0", node, "segment 2 · leaf 1"],
         *[node, "segment 3 · aside", node, "segment 4 · aside"],
     ]
-    assert plain(tree).count("|⟨9⟩|") == 2 and "⟨5⟩⟨9⟩" not in plain(tree)
+    texts = re.sub(r"(<[^>]*>)+", "|", tree)
+    assert texts.count("|⟨9⟩|") == 2 and "⟨5⟩⟨9⟩" not in texts
     assert "&lt;b&gt;You win&lt;/b&gt;" in tree and "<b>You win" not in tree
 
     # A group: the chosen leaf's siblings first, then the others, unit by unit.
-    group = drawn(folder / "report.html", f"{leaf}&mode=group")
+    [group] = drawn(folder / "report.html", f"{leaf}&mode=group")
     heads = re.findall(r"<h2>group ([^<]*)<", group)
     assert heads == ["1/after turn 1", "trunk", "0/after turn 1", "aside"]
-
-
-def lines_of(markup: str) -> list[list[float]]:
-    """The heights of the points of each line and band of a chart."""
-    shapes = re.findall(r'<poly\w+ points="([^"]*)"', markup)
-    return [[float(point.split(",")[1]) for point in shape.split()] for shape in shapes]
 
 
 @WITHOUT_NODE
@@ -418,10 +371,13 @@ def test_seeds_become_a_mean_and_a_band(tmp_path):
     report.write(runs, page)
 
     def heights(address: str) -> tuple[str, list]:
-        markup = drawn(page, f"tab=curves&{address}")
+        """The chart's label, and the heights of the points of each of its lines and bands."""
+        [markup] = drawn(page, f"tab=curves&{address}")
         chart = markup.split('data-metric="reward/mean"')[1].split('class="card"')[0]
         [label] = re.findall(r'role="img" aria-label="([^"]*)"', chart)
-        return label, lines_of(chart)
+        shapes = re.findall(r'<poly\w+ points="([^"]*)"', chart)
+        points = [shape.split() for shape in shapes]
+        return label, [[float(point.split(",")[1]) for point in shape] for shape in points]
 
     label, (a, b, c) = heights("")
     assert label == "a, b, c"
@@ -440,7 +396,7 @@ def test_trajectories_are_filtered_by_metrics_and_extra(folder):
         outputs.append(trajectory(sample=i, reward=i / 2, metrics={"found": i % 2}, extra=extra))
     write_rollouts(folder, "step_000001", outputs)
     run_of(folder)
-    right = {
+    counts = {
         "reward > 0.5": 2,
         "extra.level < 2": 1,
         "metrics.found = 1 and extra.level > 2": 1,
@@ -448,14 +404,12 @@ def test_trajectories_are_filtered_by_metrics_and_extra(folder):
         'extra.topic = "red fox 2"': 1,
         "extra.topic ~ FOX": 4,
         "length = 4 and calls = 0 and stop = stop": 4,
+        "extra.level > hard": 4,  # an error, which filters nothing
     }
-    wrong = {
-        "extra.level > hard": "&gt; needs a number, not “hard”",
-    }
-    actions = [["filter", "input", where] for where in (*right, *wrong)]
-    _, *pages = states(folder / "report.html", "tab=trajectories", *actions)
-    for (_, _, where), markup in zip(actions, pages, strict=True):
+    _, *pages = drawn(folder / "report.html", "tab=trajectories", *counts)
+    for (where, count), markup in zip(counts.items(), pages, strict=True):
         [n] = re.findall(r"(\d+) of 4 on this page", markup)
         [error] = re.findall('<span class="wrong" role="status">([^<]*)', markup)
-        assert int(n) == right.get(where, 4), where
-        assert error.startswith(wrong.get(where, "")) and bool(error) == (where in wrong), where
+        assert int(n) == count, where
+        expected = "&gt; needs a number, not “hard”" if where == "extra.level > hard" else ""
+        assert error.startswith(expected) and bool(error) == bool(expected), where

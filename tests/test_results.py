@@ -1,13 +1,13 @@
 """results/: runs are recorded, and the tables and pictures of the pages are made from records."""
 
 import json
-import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 from conftest import REPO
+
+from agent_loop import BadInput
 
 sys.path += [str(REPO / "results"), str(REPO / "speedrun")]
 import bisection_curve
@@ -20,17 +20,19 @@ from verify import verify
 
 LINES = [
     {"run": "seed_0", "step": 0, "eval/reward": 0.5},
-    {"run": "seed_0", "step": 1, "reward/mean": 0.25, "loss": 3.0},
-    {"run": "seed_0", "step": 2, "reward/mean": 0.75, "loss": 2.0, "eval/reward": 0.9},
+    {"run": "seed_0", "step": 1, "loss": 3.0},
+    {"run": "seed_0", "step": 2, "loss": 2.0, "eval/reward": 0.9},
     {"run": "seed_1", "step": 0, "eval/reward": 0.25},
 ]
 PAGE = "before\n<!-- results: mine -->\nold\n<!-- end -->\nafter\n"
-TABLE = "| seed | reward |\n| --- | --- |\n| seed_0 | 0.900 |\n| 1 |  |\n"
+TABLE = """| seed | before | after | loss | time |
+| --- | --- | --- | --- | --- |
+| seed_0 | 0.500 | 0.900 | 3.0 | 2 min 5 s |
+| 1 | 0.250 |  | 4.0 | 0 min 0 s |
+"""
 
 
-@pytest.fixture
-def figure(tmp_path, monkeypatch):
-    """A table of the name `mine`, with two runs."""
+def test_pages_are_rewritten_between_the_markers(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
@@ -38,23 +40,12 @@ def figure(tmp_path, monkeypatch):
     (folder / "record.json").write_text(json.dumps(records))
 
     def mine():
-        yield "seed", "reward"
+        yield "seed", "before", "after", "loss", "time"
         for run in tables.runs("mine", tmp_path).values():
-            yield run.label, *run.at("eval/reward", 2)
+            loss = f"{run.largest('loss')}"
+            yield run.label, *run.at("eval/reward", 0, 2), loss, run.duration()
 
     monkeypatch.setattr(tables, "TABLES", {"mine": mine})
-    return tables.runs("mine", tmp_path)
-
-
-def test_a_run_knows_its_metrics_and_its_figures(figure):
-    first, second = figure.values()
-    assert first.at("eval/reward", 0, 1, 2) == ["0.500", "", "0.900"]
-    assert first.largest("loss") == 3.0
-    assert second.largest("loss") == 4.0
-    assert first.duration() == "2 min 5 s"
-
-
-def test_pages_are_rewritten_between_the_markers(figure, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     assert tables.main(["--check"], [page]) == 1
@@ -149,6 +140,9 @@ def test_a_record_of_the_speedrun_is_verified(tmp_path, capsys):
     runs = json.loads(file.read_text())["runs"]
     assert runs["1"]["evaluations"] == {"0": 0.5, "1": 0.91}
 
+    script.write_text("raise SystemExit(3)")
+    with pytest.raises(BadInput, match="seed 0: the command ended with exit code 3"):
+        verify(file)
     script.write_text(COMMAND.replace("0.75", "0.89"))
     problems = [line for seed in (0, 1) for line in (
         f"seed {seed} ends with 0.890, below 0.9",
@@ -160,19 +154,3 @@ def test_a_record_of_the_speedrun_is_verified(tmp_path, capsys):
     file.write_text(json.dumps(elsewhere))
     assert verify(file) == [line for line in problems if "below" in line]
     assert "mine.json is from 64 cores, not " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("record, said", [
-    (None, "mine.json is no record, a JSON file with a .*No such file"),
-    ("{}", "mine.json is no record, a JSON file with a .*'command'"),
-    ('{"command": "true", "runs": {"0": {}}}', "mine.json is no record, .*'evaluations'"),
-    ('{"command": "exit 3;"}', "seed 0: the command ended with exit code 3"),
-    ('{"command": "true"}', "seed 0: the run has no eval/reward"),
-])  # fmt: skip
-def test_what_can_not_be_verified_is_said_in_a_line(record, said, tmp_path):
-    file = tmp_path / "mine.json"
-    if record:
-        file.write_text(record)
-    command = [sys.executable, REPO / "speedrun/verify.py", file]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and re.fullmatch(f"verify.py: error: .*{said}.*\n", done.stderr)

@@ -5,9 +5,7 @@ These imports are nearly all the CPU time of a short run. Otherwise a forked pro
 
 conftest.py starts the zygote. Forked asks it for a process: a line of its standard input names a
 folder with the file `request`, in which the files `pid` and `output` are written, and at the end of
-the process `status`, as waitpid gives it. The end of the input ends the zygote.
-
-`zygote.py -u -c CODE`, which is how pytest-xdist starts its workers, asks for a process, too."""
+the process `status`, as waitpid gives it. The end of the input ends the zygote."""
 
 import atexit
 import contextlib
@@ -15,7 +13,6 @@ import gc
 import importlib
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -46,10 +43,10 @@ def wait_for(condition, seconds: float = HANGS) -> None:
 class Forked:
     """A process that the zygote forked, with the methods of subprocess.Popen that tests use."""
 
-    def __init__(self, *argv, env: dict[str, str], stdin=os.devnull, stdout="output", folder=None):
+    def __init__(self, *argv, env: dict[str, str], folder: Path):
         self.returncode = None
         self.folder = Path(tempfile.mkdtemp(dir=folder, prefix="process"))
-        request = {"argv": list(map(str, argv)), "env": env, "stdio": [stdin, stdout, "output"]}
+        request = {"argv": list(map(str, argv)), "env": env}
         (self.folder / "request").write_text(json.dumps(request))
         with open(os.environ["TESTS_ZYGOTE"], "w") as requests:
             print(self.folder, file=requests)
@@ -77,17 +74,6 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
-
-
-def stand_in(argv: list[str]) -> int:
-    """Is for its parent the process that the zygote forks, with the same standard input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's Ctrl-C, which ends the workers
-    stdin, stdout = (f"/proc/{os.getpid()}/fd/{number}" for number in (0, 1))
-    here = {"TESTS_START_IN": os.getcwd()}
-    process = Forked(*argv, env=os.environ | here, stdin=stdin, stdout=stdout)
-    sys.stderr.write(process.wait(float("inf")))
-    shutil.rmtree(process.folder)
-    return process.returncode
 
 
 MODULES = """
@@ -153,11 +139,12 @@ def become(folder: Path, imported: dict[str, str]) -> tuple:
     os.setsid()
     note(folder / "pid", os.getpid())
     request = json.loads((folder / "request").read_text())
-    modes = (os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT | os.O_APPEND] * 2)
-    for number, (name, mode) in enumerate(zip(request["stdio"], modes)):
-        opened = os.open(folder / name, mode)
+    to_read = os.open(os.devnull, os.O_RDONLY)
+    to_write = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number, opened in enumerate((to_read, to_write, to_write)):
         os.dup2(opened, number)
-        os.close(opened)
+    os.close(to_read)
+    os.close(to_write)
     sys.stdin = open(0, closefd=False)  # without what was read ahead
     os.environ.clear()
     os.environ.update(imported | request["env"])
@@ -210,8 +197,6 @@ def leave(exit_code: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        sys.exit(stand_in(sys.argv[1:]))
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, which runs would inherit
     THIS = sys.modules["__main__"]  # its globals must live on
     gc.disable()  # which takes two seconds from the imports
