@@ -1,5 +1,6 @@
 """FSDP2 and the weight sync: sharded training is the same, and the engine has its weights."""
 
+import dataclasses
 import shutil
 import types
 from pathlib import Path
@@ -9,14 +10,16 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from conftest import REPO, TINY, metrics_of, run
-from fixed_batch import check_gradients, gradients
+from fixed_batch import batch_of, check_gradients, gradients
 from sharding_worker import CASES
 from test_rollout import hf_model
 from test_train import safetensors
+from torch.distributed.tensor import DTensor
 
+import data
 import train
 from agent_loop import BadInput
-from flatrl import devices
+from flatrl import devices, vllm_engine
 from train import Args
 
 
@@ -89,15 +92,30 @@ def test_a_plain_run_resumes_a_sharded_one(cache, tmp_path):
         torch.testing.assert_close(tensor, weights[name], atol=5e-5, rtol=0)
 
 
-def test_sync_from_a_sharded_policy(tiny_model, untied_model, cache, tmp_path):
-    found = on_two_ranks("sync", tmp_path / "out", cache, tiny_model, untied_model)
-    assert len(found) == 3
-    for (model, dtype), result in found.items():
-        names = {name for name, _ in hf_model(model).named_parameters()}
-        assert result["wrong"] == [] and result["names"] == names
-        assert result["dtypes"] == {getattr(torch, dtype)}
-        # The policy's own parameters stay sharded.
-        assert result["most"] == result["left"] == result["left after scoring"] == 0
+def n_whole(policy: train.Policy) -> int:
+    """Elements of the parameters that are not sharded at this moment."""
+    return sum(p.numel() for p in policy.parameters() if not isinstance(p, DTensor))
+
+
+def test_a_sharded_policy_stays_sharded_while_the_engine_gets_its_weights(
+    engine, args, tiny_model, process_group
+):
+    data.register_packed_attention()
+    args = dataclasses.replace(args, shard=True)
+    policy = train.Policy(args)
+    model = hf_model(tiny_model, 1.5)
+    policy.model.load_state_dict(model.state_dict())
+    devices.shard(policy, args, torch.device("cpu"))
+    assert max(n_whole(policy) for _ in train.named_weights(policy)) == 0
+    train.sync(engine, policy, 1)
+    assert n_whole(policy) == 0
+    (parts,) = engine.llm.apply_model(vllm_engine.fused_parts)
+    held = {name: x for inside in parts.values() for name, x in inside.items()}
+    for name, weight in model.named_parameters():
+        assert torch.equal(held.pop(name)[: len(weight)], weight)  # it pads the vocabulary
+    assert not held
+    train.score_tokens(policy, batch_of(6), args)
+    assert n_whole(policy) == 0
 
 
 def test_followers_hear_of_calls_that_are_refused_or_given_up(tiny_model, cache, tmp_path):
