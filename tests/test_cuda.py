@@ -62,12 +62,11 @@ def test_what_a_host_cannot_do_is_refused(monkeypatch):
 
 
 def test_a_process_takes_its_share_of_the_cores(monkeypatch):
-    """... and switches often between the threads that call the GPU and the tools."""
     taken = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda rank: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: taken.update(threads=n))
-    monkeypatch.setattr(devices.sys, "setswitchinterval", lambda s: taken.update(interval=s))
+    monkeypatch.setattr(devices.sys, "setswitchinterval", lambda s: None)
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(16))
     monkeypatch.setattr(devices.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(devices.dist, "get_world_size", lambda: 1)
@@ -76,7 +75,7 @@ def test_a_process_takes_its_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(devices, "Accelerator", lambda **settings: settings)
     accelerator, _ = devices.start_processes(Args())
     assert accelerator == {"cpu": False, "mixed_precision": "bf16"}
-    assert taken == {"threads": 4, "interval": 2e-4, "backend": "cpu:gloo,cuda:nccl"}
+    assert taken == {"threads": 4, "backend": "cpu:gloo,cuda:nccl"}
 
 
 def accelerator_of(device: str = "cpu"):
@@ -126,25 +125,22 @@ def test_the_reference_keeps_its_stored_dtype_and_the_policy_is_in_float32(
     assert torch.equal(*scores) and scores[0].abs().sum() > 1
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
 def test_frozen_weights_take_half_the_memory_and_no_number_changes(
-    args, process_group, monkeypatch, lora_rank
+    args, process_group, monkeypatch
 ):
-    args = dataclasses.replace(args, dtype="bfloat16", shard=True, lora_rank=lora_rank)
+    args = dataclasses.replace(args, dtype="bfloat16", shard=True, lora_rank=4)
     batch = batch_of(6)
     batch["advantages"] = torch.ones_like(batch["response_mask"])
 
-    def train_one_step() -> tuple[dict, dict]:
+    def train_one_step() -> tuple[dict, set]:
         learner = learner_of(args)
         metrics, _ = train.optimise(
-            learner, train.policy_objective, batch, COLUMNS, range(6), args, Accelerator(cpu=True))
-        parameters = learner.net.named_parameters()
-        return metrics, {name: (p.dtype, p.requires_grad) for name, p in parameters}
+            learner, train.policy_objective, batch, COLUMNS, range(6), args, Accelerator(cpu=True)
+        )
+        return metrics, {(p.dtype, p.requires_grad) for p in learner.net.parameters()}
 
     found, dtypes = train_one_step()
-    assert {(torch.float32, True)} <= set(dtypes.values()) <= {
-        (torch.float32, True), (torch.bfloat16, False)}
-    assert len(set(dtypes.values())) == (2 if lora_rank else 1)
+    assert dtypes == {(torch.float32, True), (torch.bfloat16, False)}
     monkeypatch.setattr(layers, "set_master_dtype", lambda net, args: net.float())
     expected, _ = train_one_step()
     assert found == expected and found["actor/grad_norm"] > 0
@@ -183,7 +179,6 @@ class TooLittleMemory:
 def test_the_micro_batch_is_made_to_fit_and_nothing_else_changes(
     args, process_group, shard, backward, recompute
 ):
-    data.register_packed_attention()
     flags = dict(shard=shard, lr=1e-3, tokens_per_micro_batch=1000)
     flags["gradient_checkpointing"] = recompute
     args = dataclasses.replace(args, **flags)  # its window has 128 tokens
@@ -286,20 +281,6 @@ def test_cuda_graphs_are_captured_for_all_batches(args, monkeypatch, flags, conf
     arguments = vllm_engine.vllm_arguments("x", dataclasses.replace(args, **flags), CUDA)
     names = ("disable_custom_all_reduce", "max_cudagraph_capture_size")
     assert {name: arguments[name] for name in names if name in arguments} == expected
-
-
-@pytest.mark.parametrize("state, calls", [("asleep", ["wake", "end"]), ("awake", ["end"])])
-def test_an_engine_that_sleeps_is_woken_before_its_end(monkeypatch, state, calls):
-    """vLLM prints a CUDA error for each part of the memory that sleep has unmapped."""
-    found = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    engine = object.__new__(rollout.Engine)
-    engine.state = state
-    core = types.SimpleNamespace(shutdown=lambda: found.append("end"))
-    engine.core = types.SimpleNamespace(wake_up=lambda: found.append("wake"), engine_core=core)
-    engine.close()
-    assert found == calls
 
 
 def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monkeypatch):

@@ -68,6 +68,7 @@ def check_log(folder: Path, largest_difference: float, first_update: int = 1) ->
     rollouts = rollouts_of(folder, 3)
     members = [(r["extra"]["prompt"], r["extra"]["sample"]) for r in rollouts]
     first, last = members[0][0], members[-1][0]
+    assert rows[3]["rollout/epoch"] == (last + 1) / 24
     assert members == [(i, j) for i in range(first, last + 1) for j in range(4)]
     for r in rollouts:
         assert set(r["response_versions"]) == {-1, 2} and r["reward"] == r["total_reward"]
@@ -274,9 +275,10 @@ def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
 def test_truncated_trajectories_are_masked_out_of_the_loss(cache, tmp_path):
     """A budget of 4 tokens truncates nearly everything: an empty batch is no crash.
 
-    Neither is a grader that fails."""
-    flags = ["--agent", "single_turn", "--max_response_tokens", "4", "--mask_truncated"]
-    flags += ["--num_steps", "3", "--eval_every", "-1", "--output_dir", tmp_path / "run"]
+    Neither is a grader that fails, after the critic has scored its trajectory."""
+    flags = ["--algo", "ppo", "--agent", "single_turn", "--max_response_tokens", "4"]
+    flags += ["--mask_truncated", "--num_steps", "3", "--eval_every", "-1"]
+    flags += ["--output_dir", tmp_path / "run"]
     printed = run(*TINY, *flags, cache=cache, TINY_TASK_REWARD="raise")
     assert "RuntimeError: the grader broke" in printed
     rows = metrics_of(tmp_path / "run")
