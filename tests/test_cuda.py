@@ -16,7 +16,7 @@ import data
 import rollout
 import train
 from agent_loop import BadInput
-from flatrl import devices, launch, layers, vllm_engine
+from flatrl import devices, launch, layers
 from train import Args
 
 CUDA = torch.device("cuda")
@@ -59,23 +59,6 @@ def test_what_a_host_cannot_do_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(BadInput, match="and accelerate was told to use the CPU: leave out --cpu"):
         devices.device_defaults(Args(), cuda=False)
-
-
-def test_a_process_takes_its_share_of_the_cores(monkeypatch):
-    taken = {}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda rank: None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: taken.update(threads=n))
-    monkeypatch.setattr(devices.sys, "setswitchinterval", lambda s: None)
-    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(16))
-    monkeypatch.setattr(devices.dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(devices.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(devices, "ranks_of_host", lambda: 4)
-    monkeypatch.setattr(devices, "join_group", lambda backend: taken.update(backend=backend))
-    monkeypatch.setattr(devices, "Accelerator", lambda **settings: settings)
-    accelerator, _ = devices.start_processes(Args())
-    assert accelerator == {"cpu": False, "mixed_precision": "bf16"}
-    assert taken == {"threads": 4, "backend": "cpu:gloo,cuda:nccl"}
 
 
 def accelerator_of(device: str = "cpu"):
@@ -268,19 +251,6 @@ def test_beside_a_gpu_memory_has_no_holes(monkeypatch, argv, given, expected):
     launch.prepare_process()
     assert environment.get("PYTORCH_ALLOC_CONF") == expected
     assert "OMP_NUM_THREADS" not in environment
-
-
-@pytest.mark.parametrize("flags, conf, expected", [
-    ({}, "expandable_segments:True", {}),
-    ({"tp": 2}, "", {}),
-    ({"tp": 2}, "expandable_segments:True", {"disable_custom_all_reduce": True}),
-    ({"engine_args": '{"max_num_seqs": 1024}'}, "", {"max_cudagraph_capture_size": 1024}),
-])  # fmt: skip
-def test_cuda_graphs_are_captured_for_all_batches(args, monkeypatch, flags, conf, expected):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
-    arguments = vllm_engine.vllm_arguments("x", dataclasses.replace(args, **flags), CUDA)
-    names = ("disable_custom_all_reduce", "max_cudagraph_capture_size")
-    assert {name: arguments[name] for name in names if name in arguments} == expected
 
 
 def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monkeypatch):
