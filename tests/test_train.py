@@ -353,6 +353,7 @@ def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_mode
     """Packed attention, chunked logprobs and global counts against the plain computation: a
     mean over the sampled tokens, one over those of demonstrations, one over observations."""
     flags = {"demonstrated": range(0, 19, 3), "observation_coef": 0.3, "kl_kind": kl_kind}
+    flags |= {"rollout_correction": "tis", "entropy_coef": 0.03, "clip_high": 0.1}
     batch = batch_of(19, flags["demonstrated"], observed=True)
     result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", **flags)
     generator = torch.Generator().manual_seed(0)
@@ -372,14 +373,16 @@ def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_mode
     logprobs = of_all.gather(2, ids.gather(1, at)[..., None])[..., 0]
 
     ratio = (logprobs - result["logprobs_old"]).exp()
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.1))
+    weights = (result["logprobs_old"] - result["logprobs_rollout"]).exp().clamp(max=2)
+    entropy = -(of_all.exp() * of_all).sum(-1)
     kl = losses.kl_estimate(logprobs, logprobs_ref, "k3")
     if kl_kind == "top4":
         top = of_all.gather(2, result["top_ids"])
         kl = losses.top_kl(top, result["top_logprobs"])
         likeliest = of_all.topk(4).indices
         assert (likeliest == result["top_ids"])[mask.bool()].all()
-    loss = loss + 0.1 * kl
+    loss = loss * weights - 0.03 * entropy + 0.1 * kl
     imitated = batch["imitation_mask"]
     imitation_loss = -(logprobs * imitated).sum() / imitated.sum()
     observed = batch["observation_mask"]
