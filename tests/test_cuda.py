@@ -61,14 +61,9 @@ def test_what_a_host_cannot_do_is_refused(monkeypatch):
         devices.device_defaults(Args(), cuda=False)
 
 
-def accelerator_of(device: str = "cpu"):
-    return types.SimpleNamespace(device=torch.device(device), prepare_model=lambda net, **_: net,
-                                 clip_grad_norm_=torch.nn.utils.clip_grad_norm_)  # fmt: skip
-
-
-def learner_of(args, device: str = "cpu") -> train.Learner:
+def learner_of(args) -> train.Learner:
     data.register_packed_attention()
-    return train.Learner(train.Policy(args), 1e-3, 1, args, accelerator_of(device))
+    return train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
 
 
 def test_a_value_has_the_digits_of_float32(args, process_group):
@@ -95,7 +90,7 @@ def test_the_reference_keeps_its_stored_dtype_and_the_policy_is_in_float32(
     data.register_packed_attention()
     policy = train.Policy(args)
     reference = train.build_reference(args, policy)
-    policy, _, reference = train.build_networks(args, accelerator_of(), policy, reference)
+    policy, _, reference = train.build_networks(args, Accelerator(cpu=True), policy, reference)
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in policy.net.parameters()} == {torch.float32}
     assert {b.dtype for b in reference.buffers()} == {torch.float32}  # RoPE's
@@ -170,7 +165,7 @@ def test_the_micro_batch_is_made_to_fit_and_nothing_else_changes(
     batch = batch_of(19)
     batch["advantages"] = torch.ones_like(batch["response_mask"])
     for memory in (1000, 300):
-        learner = train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
+        learner = learner_of(args)
         hooks = TooLittleMemory(learner.net, memory, backward)
         devices.fit_micro_batch({"policy": learner}, args, CUDA, said.append)
         assert all(p.grad is None for p in learner.net.parameters())
@@ -179,8 +174,8 @@ def test_the_micro_batch_is_made_to_fit_and_nothing_else_changes(
         assert hooks.tried == ([1000] if memory == 1000 else tried)
         assert learner.net.model.is_gradient_checkpointing == (memory == 300 and recompute is None)
         whole, _ = train.optimise(
-            learner, train.policy_objective, batch, COLUMNS, range(19), args,
-            Accelerator(cpu=True))  # fmt: skip
+            learner, train.policy_objective, batch, COLUMNS, range(19), args, Accelerator(cpu=True)
+        )
         names = ("actor/loss", "actor/grad_norm", "actor/entropy")
         metrics.append({name: whole[name] for name in names})
     assert args.tokens_per_micro_batch == 250
