@@ -1,4 +1,4 @@
-"""Packed attention against float64: on a GPU in bfloat16, on a CPU in float32."""
+"""Packed attention and token_logprobs against float64: on a GPU in bfloat16, on a CPU in small."""
 
 from types import SimpleNamespace
 
@@ -9,16 +9,17 @@ from pretended.pretend import varlen_attn
 from torch.nn.attention import varlen
 
 import data
+import losses
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 
 
-def operands(*shapes, dtype: torch.dtype = DTYPE) -> tuple[list, list]:
+def operands(*shapes, std: float = 1.0, dtype: torch.dtype = DTYPE) -> tuple[list, list]:
     """Random tensors of these shapes, and the same in float64."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    tensors = [std * torch.randn(shape, generator=generator) for shape in shapes]
     given = [x.to(DEVICE, dtype).requires_grad_() for x in tensors]
     return given, [x.detach().double().requires_grad_() for x in given]
 
@@ -70,3 +71,13 @@ def test_packed_attention_over_a_forest(path, window, expected_window, monkeypat
     monkeypatch.undo()
     check(result, by_definition(*exact, inputs, window), given, exact)
     assert called == [expected_window] * is_replaced
+
+
+def test_token_logprobs():
+    T, H, V = (4096, 1536, 151936) if HAS_GPU else (64, 32, 1000)
+    given, exact = operands((T, H), (V, H), std=3**0.5 / H**0.25)  # logits of std 3
+    generator = torch.Generator().manual_seed(2)
+    targets = torch.randint(V, (T,), generator=generator).to(DEVICE)
+    logits = exact[0] @ exact[1].T
+    expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    check(losses.token_logprobs(*given, targets), expected, given, exact)
