@@ -80,6 +80,7 @@ def gradients(
         batch["top_logprobs"] -= torch.rand(batch["top_logprobs"].shape, generator=generator)
     batch["logprobs_old"] = train.score_tokens(learner.net, batch, args)["logprobs"]
     batch["logprobs_old"] += 0.3 * torch.randn(shape, generator=generator)  # some are clipped
+    batch["logprobs_rollout"] = batch["logprobs_old"] - torch.randn(shape, generator=generator)
     kept = {}
     zero_grad = optimizer.zero_grad
 
@@ -107,7 +108,8 @@ def gradients(
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, after)
     assert all(torch.equal(ranks[0], other) for other in ranks), "the ranks' weights differ"
-    constants = {name: batch.get(name) for name in ("logprobs_old", "top_logprobs", "top_ids")}
+    constants = ("logprobs_old", "logprobs_rollout", "top_logprobs", "top_ids")
+    constants = {name: batch.get(name) for name in constants}
     return {"gradients": kept, "metrics": metrics, **constants}
 
 

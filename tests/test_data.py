@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 from conftest import output_of, rewards_of_tokens
+from fixed_batch import batch_of as forest_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -396,22 +397,6 @@ def test_where_rewards_fall(mask, turn_rewards, reward, expected):
     assert data.by_unit([output]).rewards.tolist() == [total] == [total_reward(output)]
 
 
-masks = st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=5)
-
-
-@given(masks, st.randoms(use_true_random=False))
-def test_select_is_collate_of_some_outputs(masks, random):
-    outputs = [make_output([b + 1] * random.randint(1, 5), mask) for b, mask in enumerate(masks)]
-    rows = random.sample(range(len(masks)), random.randint(1, len(masks)))
-    batch = data.collate(outputs) | {"name": torch.arange(len(masks)), "rows": [*range(len(masks))]}
-    selected = data.select_rows(batch, rows)
-    assert selected.pop("name").tolist() == selected.pop("rows") == rows
-    expected = data.collate([outputs[row] for row in rows])
-    assert set(selected) == set(expected)
-    for name, column in expected.items():
-        close(selected[name], column, rtol=0, atol=0)
-
-
 def batch_of(prompts: list[list[int]], responses: list[list[int]]) -> dict:
     """A batch of such sequences, in which every response token is sampled."""
     outputs = []
@@ -477,27 +462,10 @@ def test_groups_stay_together_and_are_cut_where_little_is_shared():
     assert max(sizes) <= 37 and sum(sizes) <= 6 * (2 * 18 + 20)
 
 
-@st.composite
-def forests(draw) -> dict:
-    """Groups, forks, equal sequences, beginnings: prompts made of earlier sequences."""
-    ids = st.lists(st.integers(1, 39), min_size=1, max_size=7)
-    prompts, responses = [], []
-    for _ in range(draw(st.integers(1, 7))):
-        prompt, response = draw(ids), draw(ids)
-        if prompts and draw(st.booleans()):
-            i = draw(st.integers(0, len(prompts) - 1))
-            whole = prompts[i] + responses[i]
-            part = whole[: draw(st.integers(1, len(whole)))]
-            prompt = draw(st.sampled_from([prompts[i], whole, part]))
-            response = draw(st.sampled_from([response, responses[i], responses[i][:1]]))
-        prompts.append(prompt)
-        responses.append(response)
-    return batch_of(prompts, responses)
-
-
-@given(forests(), st.integers(0, 40), st.integers(1, 3))
-def test_shares_are_a_partition_within_the_budget(batch, extra, n):
+@given(st.integers(1, 19), st.integers(0, 40), st.integers(1, 3))
+def test_shares_are_a_partition_within_the_budget(n_rows, extra, n):
     """What the network makes of shared prefixes is tested in test_attention.py."""
+    batch = forest_of(n_rows)
     budget = max(batch["lengths"].tolist()) + extra
     shares = shares_of(batch, n, budget)
     assert len({len(share) for share in shares}) == 1

@@ -473,37 +473,29 @@ def no_engine(process_group, monkeypatch):
     monkeypatch.chdir(REPO)
 
 
-@pytest.mark.parametrize("spoil, message", [
-    (lose_an_id, "its tokenizer has more tokens than its config.json has in vocab_size"),
-    (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-    (lambda folder: (folder / "chat_template.jinja").write_text("{{ 1/0 }}"), "ZeroDivisionError"),
-    (lose_a_tensor, "missing keys ['model.layers.0.mlp.up_proj.weight"),
-    (lambda folder: cut(folder / "model.safetensors"), "can't be loaded for training"),
-    (lambda folder: (folder / "tokenizer.json").unlink(),
+@pytest.mark.parametrize("flag, spoil, message", [
+    ("model", lose_an_id, "its tokenizer has more tokens than its config.json has in vocab_size"),
+    ("model", lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+    ("model", lambda folder: (folder / "chat_template.jinja").write_text("{{ 1/0 }}"),
+     "ZeroDivisionError"),
+    ("model", lose_a_tensor, "missing keys ['model.layers.0.mlp.up_proj.weight"),
+    ("model", lambda folder: cut(folder / "model.safetensors"), "can't be loaded for training"),
+    ("model", lambda folder: (folder / "tokenizer.json").unlink(),
      "the tokenizer does not give a prompt back"),
-    (lambda folder: None, "the engine is built"),
+    ("ref_model", lambda folder: (folder / "model.safetensors").unlink(),
+     "spoilt can't be loaded for training"),
+    ("ref_model", lambda folder: None, "the engine is built"),
 ])  # fmt: skip
 def test_a_damaged_model_is_refused_before_the_engine_starts(
-    spoil, message, tiny_model, tmp_path, no_engine
+    flag, spoil, message, tiny_model, tmp_path, no_engine
 ):
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    spoil(model)
-    out = str(tmp_path / "out")
+    folder = tmp_path / "spoilt"
+    shutil.copytree(tiny_model, folder)
+    spoil(folder)
+    flags = {"model": tiny_model, "kl_coef": 0.1, flag: str(folder)}
     with pytest.raises(BadInput) as error:
-        train.setup(Args(task="tests/tiny_task.py", model=str(model), output_dir=out))
+        train.setup(Args(task="tests/tiny_task.py", output_dir=str(tmp_path / "out"), **flags))
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_teacher_without_weights_is_refused_before_the_engine_starts(
-    tiny_model, tmp_path, no_engine
-):
-    model = tmp_path / "teacher"
-    shutil.copytree(tiny_model, model)
-    (model / "model.safetensors").unlink()
-    flags = dict(task="tests/tiny_task.py", model=tiny_model, output_dir=str(tmp_path / "out"))
-    with pytest.raises(BadInput, match=f"--ref_model {model} can't be loaded for training"):
-        train.setup(Args(**flags, kl_coef=0.1, ref_model=str(model)))
 
 
 @pytest.mark.parametrize("flags, message", [

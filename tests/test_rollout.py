@@ -17,7 +17,7 @@ from conftest import HANGS, for_ever, generate, make_run, output_of, stepped, ti
 from transformers import AutoModelForCausalLM
 
 import data
-from agent_loop import RESPONSE_LISTS, AgentLoopBase, register
+from agent_loop import AgentLoopBase, register
 from flatrl.compact import compact
 from flatrl.log import Log
 from flatrl.metrics import describe
@@ -25,7 +25,6 @@ from flatrl.processes import Stopped
 from flatrl.vllm_engine import vllm_arguments
 from rollout import Engine, rollout, training_pool, wait_for_rewards
 
-close = torch.testing.assert_close
 PROMPTS = [[random.Random(i).randrange(3, 250) for _ in range(5 + 3 * i)] for i in range(6)]
 
 
@@ -78,9 +77,9 @@ def test_a_turns_block_hashes_are_those_of_its_prompt(engine, background, tiny_m
 
     history, first = hashes_of(list(range(3, 70)))
     longer = history + list(range(50, 75))
-    other = [4, *longer[1:]]
-    found = {name: hashes_of(prompt)[1] for name, prompt in (("same", longer), ("changed", other))}
-    for name, prompt in (("same", longer), ("changed", other)):
+    found = {}
+    for name, prompt in (("same", longer), ("changed", [4, *longer[1:]])):
+        _, found[name] = hashes_of(prompt)
         engine.last_vllm_requests.clear()
         assert hashes_of(prompt)[1] == found[name]
     assert len(found["same"]) > len(first) > 0 and found["same"][: len(first)] == first
@@ -302,21 +301,11 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
 
 def test_kept_outputs_are_compact_and_act_like_lists():
     output = output_of([1, 0, 1], ids=[300, 2**17, 7], version=3)
-    kept = compact(copy.deepcopy(output))
-    kept = copy.deepcopy(pickle.loads(pickle.dumps(kept)))
+    kept = copy.deepcopy(pickle.loads(pickle.dumps(compact(copy.deepcopy(output)))))
     assert vars(kept) == vars(output) and vars(output) == vars(kept)
-    assert kept.response_mask != [1, 0] and kept.response_ids != output.response_mask
-    assert {name: getattr(kept, name).itemsize for name in RESPONSE_LISTS} == {
-        "response_ids": 4,
-        "response_mask": 1,
-        "response_logprobs": 8,
-        "response_versions": 4,
-    }
     for one, other in ((output, kept), (kept, output), (kept, kept)):
         assert one.prompt_ids + other.response_ids == [1, 2, 300, 2**17, 7]
-    assert type(kept.response_ids[1:]) is list and kept.response_ids[1:] == [2**17, 7]
-    left, right = data.collate([output]), data.collate([kept])
-    close(left, right, rtol=0, atol=0)
+    assert type(kept.response_ids[1:]) is list
 
 
 def test_the_share_of_the_agent_loops_python_is_logged(play, engine):
@@ -430,21 +419,36 @@ def test_agents_and_rewards_that_hang_cancel_themselves_or_ask_the_engine_fail(p
     assert "let the agent loop judge, while the engine is awake" in rollouts.errors[2]["error"]
 
 
-def test_what_an_agent_leaves_behind_is_its_own(play):
-    """A changed row, one dict for all: each costs itself alone."""
+def test_what_agents_and_graders_spoil_is_their_own(play):
+    """A changed row, one dict for all outputs, cleared lists: none reaches the training data."""
+    names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
+    seen = {}
 
     def reward(output, row):
         assert len(row["prompt"]) == 1
+        seen[output.extra["sample"]] = [[*getattr(output, name)] for name in names]
+        for name in names:
+            getattr(output, name).clear()
+        output.messages[0]["content"] = "changed"
+        output.extra.clear()
+        output.text = output.stop_reason = "error"
+        row["prompt"].clear()
+        output.metrics["mine"] = 2
         output.turn_rewards.append((0, 0.25))
         return 1.0
 
     rows = make_rows("x", "own", agent="test_odd")
-    rollouts = play(reward, rows, group_size=2)
-    assert members(rollouts.outputs) == [(0, 0), (0, 1), (1, 0), (1, 1)] and SHARED == {}
-    assert [output.reward for output in rollouts.outputs] == [1.0, 1.0, 0.5, 0.5]
-    turn_rewards = [output.turn_rewards for output in rollouts.outputs]
+    outputs = play(reward, rows, group_size=2).outputs
+    assert members(outputs) == [(0, 0), (0, 1), (1, 0), (1, 1)] and SHARED == {}
+    assert [output.reward for output in outputs] == [1.0, 1.0, 0.5, 0.5]
+    turn_rewards = [output.turn_rewards for output in outputs]
     assert turn_rewards == [[(0, 0.25)], [(0, 0.25)], [], []]
     assert all(len(row["prompt"]) == 1 for row in rows)
+    for sample, output in enumerate(outputs[:2]):
+        assert seen[sample] == [getattr(output, name) for name in names]
+        assert output.messages[0]["content"] == "What is 12+34?" and output.extra["index"] == 0
+        assert output.text != "error" and output.stop_reason == "stop"
+        assert output.metrics["mine"] == 2
 
 
 def test_a_greedy_baseline_is_one_more_member_of_each_group(pool_of, engine, args):
@@ -522,26 +526,3 @@ def test_a_malformed_result_of_a_grader_costs_its_trajectory(play, args, tokeniz
     log = Log(dataclasses.replace(args, output_dir=str(tmp_path)), tokenizer, 0)
     log.rollouts("step", rollouts.outputs, rollouts.errors)
     log.metrics({"step": 1} | describe(rollouts.outputs, data.by_unit(rollouts.outputs)))
-
-
-def test_what_a_grader_does_to_an_output_changes_no_training_data(play):
-    seen = {}
-
-    def reward(output, row):
-        for name in ("prompt_ids", "response_ids", "response_mask", "response_logprobs"):
-            seen[name] = [*getattr(output, name)]
-            getattr(output, name).clear()
-        output.messages[0]["content"] = "changed"
-        output.extra.clear()
-        output.text = output.stop_reason = "error"
-        row["prompt"].clear()
-        output.metrics["mine"] = 2
-        output.turn_rewards.append((0, 0.5))
-        return 1.0
-
-    (output,) = play(reward, make_rows("x")).outputs
-    assert seen == {name: getattr(output, name) for name in seen}
-    assert output.messages[0]["content"] == "What is 12+34?" and output.extra["index"] == 0
-    assert output.text != "error" and output.stop_reason == "stop"
-    assert (output.reward, output.turn_rewards) == (1.0, [(0, 0.5)])
-    assert output.metrics["mine"] == 2

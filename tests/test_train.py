@@ -68,6 +68,7 @@ def check_log(folder: Path, largest_difference: float, first_update: int = 1) ->
     rollouts = rollouts_of(folder, 3)
     members = [(r["extra"]["prompt"], r["extra"]["sample"]) for r in rollouts]
     first, last = members[0][0], members[-1][0]
+    assert rows[3]["rollout/epoch"] == (last + 1) / 24
     assert members == [(i, j) for i in range(first, last + 1) for j in range(4)]
     for r in rollouts:
         assert set(r["response_versions"]) == {-1, 2} and r["reward"] == r["total_reward"]
@@ -275,9 +276,10 @@ def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
 def test_truncated_trajectories_are_masked_out_of_the_loss(cache, tmp_path):
     """A budget of 4 tokens truncates nearly everything: an empty batch is no crash.
 
-    Neither is a grader that fails."""
-    flags = ["--agent", "single_turn", "--max_response_tokens", "4", "--mask_truncated"]
-    flags += ["--num_steps", "3", "--eval_every", "-1", "--output_dir", tmp_path / "run"]
+    Neither is a grader that fails, after the critic has scored its trajectory."""
+    flags = ["--algo", "ppo", "--agent", "single_turn", "--max_response_tokens", "4"]
+    flags += ["--mask_truncated", "--num_steps", "3", "--eval_every", "-1"]
+    flags += ["--output_dir", tmp_path / "run"]
     printed = run(*TINY, *flags, cache=cache, TINY_TASK_REWARD="raise")
     assert "RuntimeError: the grader broke" in printed
     rows = metrics_of(tmp_path / "run")
@@ -334,7 +336,7 @@ def test_the_second_interrupt_ends_at_once(cache, tmp_path):
 
 
 def test_gradient_checkpointing_recomputes(tiny_model, process_group):
-    """It changes no gradient: see CASES of sharding_worker.py."""
+    """It changes no gradient: see CASES of test_sharding.py."""
     data.register_packed_attention()
     args = Args(model=tiny_model, gradient_checkpointing=True)
     learner = train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
@@ -352,6 +354,7 @@ def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_mode
     """Packed attention, chunked logprobs and global counts against the plain computation: a
     mean over the sampled tokens, one over those of demonstrations, one over observations."""
     flags = {"demonstrated": range(0, 19, 3), "observation_coef": 0.3, "kl_kind": kl_kind}
+    flags |= {"rollout_correction": "tis", "entropy_coef": 0.03, "clip_high": 0.1}
     batch = batch_of(19, flags["demonstrated"], observed=True)
     result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", **flags)
     generator = torch.Generator().manual_seed(0)
@@ -371,14 +374,16 @@ def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_mode
     logprobs = of_all.gather(2, ids.gather(1, at)[..., None])[..., 0]
 
     ratio = (logprobs - result["logprobs_old"]).exp()
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.1))
+    weights = (result["logprobs_old"] - result["logprobs_rollout"]).exp().clamp(max=2)
+    entropy = -(of_all.exp() * of_all).sum(-1)
     kl = losses.kl_estimate(logprobs, logprobs_ref, "k3")
     if kl_kind == "top4":
         top = of_all.gather(2, result["top_ids"])
         kl = losses.top_kl(top, result["top_logprobs"])
         likeliest = of_all.topk(4).indices
         assert (likeliest == result["top_ids"])[mask.bool()].all()
-    loss = loss + 0.1 * kl
+    loss = loss * weights - 0.03 * entropy + 0.1 * kl
     imitated = batch["imitation_mask"]
     imitation_loss = -(logprobs * imitated).sum() / imitated.sum()
     observed = batch["observation_mask"]
