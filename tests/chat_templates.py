@@ -187,34 +187,19 @@ MISTRAL03 = r"""
 # Raises for a system prompt, and unless roles alternate. Trims contents.
 GEMMA2 = r"""
 {{- bos_token }}
-{%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
+{%- set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
+{%- if system %}{{- raise_exception('System role not supported') }}{%- endif %}
 {%- for m in messages %}
     {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
-    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}
+    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (system if loop.first else '') + m.content | trim + '<end_of_turn>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
 """
 
 # The same, but the system prompt becomes part of the first question.
-GEMMA3 = r"""
-{{- bos_token }}
-{%- set system = '' %}
-{%- if messages[0].role == 'system' %}
-    {%- set system = (messages[0].content if messages[0].content is string else messages[0].content[0].text) + '\n\n' %}
-    {%- set messages = messages[1:] %}
-{%- endif %}
-{%- for m in messages %}
-    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
-    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (system if loop.first else '') }}
-    {%- if m.content is string %}
-        {{- m.content | trim }}
-    {%- else %}
-        {%- for part in m.content %}{{- '<start_of_image>' if part.type == 'image' else part.text | trim }}{%- endfor %}
-    {%- endif %}
-    {{- '<end_of_turn>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
-"""
+GEMMA3 = GEMMA2.replace(
+    "{{- raise_exception('System role not supported') }}", "{%- set messages = messages[1:] %}"
+)
 
 # Silently drops tools, calls and messages of tools. Without a generation prompt, the chat ends with
 # EOS, which disappears when messages follow.
@@ -386,7 +371,7 @@ THINK = CALL + " <tool_response> </tool_response> <think> </think>"
 LLAMA3 = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>"
 LLAMA3_STOPS = "<|eot_id|> <|eom_id|> <|end_of_text|>"
 MISTRAL3 = "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
-GEMMA = "<bos> <eos> <start_of_turn> <end_of_turn> <start_of_image>"
+GEMMA = "<bos> <eos> <start_of_turn> <end_of_turn>"
 PHI = "<s> <|endoftext|> <|assistant|> <|system|> <|end|> <|user|>"
 PHI_STOPS = "<|endoftext|> <|assistant|> <|end|>"
 R1_BOS = "<｜begin▁of▁sentence｜>"

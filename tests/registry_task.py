@@ -1,22 +1,9 @@
-"""The tiny task with estimators and an objective of its own, as a task file registers them."""
+"""The tiny task with an estimator and an objective of its own, as a task file registers them."""
 
 import torch
 
 from losses import estimator, gae, objective
 from tests.tiny_task import build_model, load, reward  # noqa: F401
-
-
-@estimator("quarter")
-def quarter(rewards, groups):
-    """The same for all."""
-    return torch.full_like(rewards, 0.25)
-
-
-@objective("mine")
-def mine(ratio, entropy, advantages, clip_high):
-    """Clips the ratio from above only. Its stats show its inputs."""
-    loss = -ratio.clamp(max=1 + clip_high) * advantages
-    return loss, {"advantage": advantages, "surprise": entropy}
 
 
 @estimator("everything")
@@ -47,9 +34,9 @@ def everything(
 
 
 @objective("everything")
-def all_columns(logprobs, logprobs_rollout, logprobs_ref, versions, mask):
+def all_columns(logprobs, logprobs_rollout, logprobs_ref, versions, entropy):
     """Its stats show its inputs."""
     distance = logprobs - logprobs_ref
     mismatch = logprobs - logprobs_rollout
     stats = {"distance": distance.abs(), "mismatch": mismatch.abs(), "version": versions.float()}
-    return -logprobs, stats
+    return -logprobs, stats | {"surprise": entropy}

@@ -14,29 +14,25 @@ from torch import Tensor
 
 def bind(hint, value, sizes: dict) -> None:
     """Compares a value with its annotation, and notes the sizes of letters that are new."""
-    options = [hint]
-    if get_origin(hint) in (Union, UnionType):
-        options = get_args(hint)
-    for option in options:
-        if get_origin(option) is Annotated and (len(options) == 1 or isinstance(value, Tensor)):
-            bind_shape(option.__metadata__[0], value.shape, sizes)
-        elif get_origin(option) is tuple and isinstance(value, tuple):
-            for part_hint, part in zip(get_args(option), value, strict=True):
-                bind(part_hint, part, sizes)
-        elif get_origin(option) is dict:
-            for part in value.values():
-                bind(get_args(option)[1], part, sizes)
-
-
-def bind_shape(letters: str, shape: tuple, sizes: dict) -> None:
-    """Compares a shape with its letters."""
-    names = letters.split()
-    if letters.startswith("*"):
-        shape = [shape]
-    assert len(shape) == len(names), f"{tuple(shape)} is not of the form ({letters})"
-    for name, size in zip(names, shape):
-        known = sizes.setdefault(name, size)
-        assert known == size, f"{name} is {known} and {size} in one call"
+    kind = get_origin(hint)
+    if kind in (Union, UnionType):
+        for option in get_args(hint):
+            if (get_origin(option) is Annotated) == isinstance(value, Tensor):
+                bind(option, value, sizes)
+    elif kind is Annotated:
+        letters = hint.__metadata__[0]
+        shape = [value.shape] if letters.startswith("*") else value.shape
+        names = letters.split()
+        assert len(shape) == len(names), f"{tuple(shape)} is not of the form ({letters})"
+        for name, size in zip(names, shape):
+            known = sizes.setdefault(name, size)
+            assert known == size, f"{name} is {known} and {size} in one call"
+    elif kind is tuple and isinstance(value, tuple):
+        for part_hint, part in zip(get_args(hint), value, strict=True):
+            bind(part_hint, part, sizes)
+    elif kind is dict:
+        for part in value.values():
+            bind(get_args(hint)[1], part, sizes)
 
 
 def check(function):

@@ -44,6 +44,7 @@ def test_flags(name, value):
     refused(lambda: check_args(parse_args([f"--{name}", value])), naming=f"--{name}")
 
 
+BAD = {"name": "f", "arguments": "{"}
 NO_PROMPT = "'prompt' must be a text or a list of chat messages"
 ROWS = [
     ([], "load('train') has no rows"),
@@ -60,6 +61,11 @@ ROWS = [
     ([{"prompt": CHAT, "agent_name": "nobody"}], "nobody"),
     ([{"prompt": CHAT, "interaction_kwargs": {"name": "nobody"}}], "nobody"),
     ([{"prompt": CHAT, "sampling_params": 1}], "sampling_params"),
+    ([{"prompt": CHAT, "demonstration": 5}], "row 0 of"),
+    ([{"prompt": CHAT, "demonstration": []}], "row 0 of"),
+    ([{"prompt": CHAT, "demonstration": [""]}], "row 0 of"),
+    ([{"prompt": CHAT, "demonstration": CHAT}], "row 0 of"),
+    ([{"prompt": CHAT, "demonstration": [{"role": "assistant", "tool_calls": [BAD]}]}], "row 0 of"),
 ]
 
 

@@ -66,19 +66,6 @@ def test_turns_are_texts_or_messages():
     assert loaded(demonstration=[CALL, "yes"])["demonstration"] == [CALL, yes]
 
 
-@pytest.mark.parametrize("turns", [
-    5,
-    [],
-    [""],
-    [{"role": "user", "content": "x"}],
-    [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
-], ids=str)  # fmt: skip
-def test_a_bad_demonstration_names_its_row(turns):
-    with pytest.raises(BadInput, match="^row 0 of ") as error:
-        loaded(demonstration=turns)
-    assert "\n" not in str(error.value)
-
-
 # ---------------------------------------------------------------- how a loop plays them
 
 
@@ -245,7 +232,7 @@ def test_advantages_and_metrics_do_not_see_demonstrations(estimator, flags):
 
 # ---------------------------------------------------------------- whole runs
 
-# tiny_task, in which every second row has a demonstration; the first ones can't be played.
+# tiny_task, in which every second row has a demonstration; a broken one has a turn too many.
 SHOWN = f"""
 import sys
 sys.path.insert(0, {str(REPO / "tests")!r})
@@ -264,7 +251,6 @@ with_turns = load
 def load(split):
     rows = with_turns(split)
     rows[0]["demonstration"] = ["1", "2", "3"]
-    rows[2]["demonstration"] = ["123456789", "2"]
     return rows
 """
 
@@ -294,7 +280,6 @@ def test_supervised_training_alone(cache, tmp_path):
     lines = [line for step in range(1, 5) for line in rollouts_of(out, step)]
     errors = str([line.pop("error") for line in lines if "error" in line])
     assert "ended with 1 turns left to demonstrate" in errors
-    assert "has 10 tokens, with room for 8" in errors
     for line in (line for line in lines if "response_ids" in line):
         assert line["extra"]["demonstration"] is True and line["index"] % 2 == 0
         assert set(line["response_versions"]) == {-1} and sum(line["response_mask"]) == 7
@@ -321,8 +306,6 @@ def test_first_demonstrated_then_sampled_and_replayed(cache, tmp_path):
             assert row["actor/loss"] == pytest.approx(total, abs=1e-6)
             assert row["rollout/logp_diff_max"] < 1e-3 and row["actor/entropy"] > 1
             assert row["rollout/trajectories"] == len(sampled)
-            mean = sum(line["total_reward"] for line in sampled) / len(sampled)
-            assert row["reward/mean"] == pytest.approx(mean)
     assert n_shown > 0
 
     replay = [*REPLAY, "--task", tmp_path / "shown.py", "--replay", whole, "--num_steps", "2"]

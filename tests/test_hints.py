@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import REPO, TINY, metrics_of, run
 from test_agent_loop import Script, call
-from test_rollout import hf_model
+from test_rollout import hf_logprobs, hf_model
 
 import data
 from agent_loop import AgentLoopOutput, BadInput, LoopArgs, render
@@ -35,12 +35,6 @@ def output_of(prompt_ids: list[int], **names) -> AgentLoopOutput:
     return conftest.output_of([1, 1], prompt_ids, [7, 8], extra=extra)
 
 
-def logprobs_of(model, prompt: list[int], response: list[int], temperature=1.0) -> torch.Tensor:
-    ids = torch.tensor(prompt + response)
-    logits = model(ids[None]).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].detach()
-
-
 def test_the_hint_is_a_paragraph_after_the_last_message():
     assert told_prompt(ROW) == TOLD and ROW["prompt"] == [SYSTEM, USER]
     assert told_prompt(ROW, False) == told_prompt(ROW | {"hint": None}) == ROW["prompt"]
@@ -49,22 +43,20 @@ def test_the_hint_is_a_paragraph_after_the_last_message():
     assert told[0]["content"] == [*parts, {"type": "text", "text": "\n\n2"}]
 
 
-def test_a_hint_that_cannot_be_told_is_refused_with_hints(tokenizer):
-    rows = [ROW | {"prompt": [SYSTEM]}]
-    said = "row 0: its 'hint' is told after the last message of the prompt"
-    data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args(model="x"))
-    with pytest.raises(BadInput, match=said):
-        data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args(model="x", algo="opsd"))
+def test_a_hint_has_to_fit_into_the_prompt_where_hints_are_told(tokenizer):
+    def kept(row: dict, algo: str, limit: int) -> list[dict]:
+        args = Args(algo=algo, max_prompt_tokens=limit)
+        return data.filter_overlong([row], tokenizer, SimpleNamespace(), args)
 
-
-def test_a_prompt_counts_with_its_hint(tokenizer):
     limit = len(render(tokenizer, TOLD))
-    for algo, most in (("opsd", limit), ("grpo", limit - 1)):
-        args = Args(algo=algo, max_prompt_tokens=most)
-        assert len(data.filter_overlong([ROW], tokenizer, SimpleNamespace(), args)) == 1
+    assert kept(ROW, "opsd", limit) == kept(ROW, "grpo", limit - 1) == [ROW]
     with pytest.raises(BadInput, match="no prompt left"):
-        args = Args(algo="opsd", max_prompt_tokens=limit - 1)
-        data.filter_overlong([ROW], tokenizer, SimpleNamespace(), args)
+        kept(ROW, "opsd", limit - 1)
+    untold = ROW | {"prompt": [SYSTEM]}
+    assert kept(untold, "grpo", limit) == [untold]
+    said = "row 0: its 'hint' is told after the last message of the prompt"
+    with pytest.raises(BadInput, match=said):
+        kept(untold, "opsd", limit)
 
 
 @pytest.mark.parametrize("has_tools", [False, True])
@@ -136,7 +128,7 @@ def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
         sampled = torch.tensor(line["response_mask"]).bool()
         told = line["extra"].get("told_prompt_ids", line["prompt_ids"])
         plain, hinted = (
-            logprobs_of(model, prompt, line["response_ids"])[sampled]
+            hf_logprobs(model, prompt, line["response_ids"])[sampled]
             for prompt in (line["prompt_ids"], told)
         )
         advantage = torch.tensor(update["advantage"]).expand(len(plain))

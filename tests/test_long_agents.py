@@ -14,6 +14,7 @@ from test_agent_loop import (
     SUM,
     Quiz,
     Script,
+    assert_output,
     assert_response,
     loop_of,
     quiz_row,
@@ -206,26 +207,14 @@ def after(notes: str, tools: str = TOOLS) -> str:
     return tools + ASKED + notes + END + user_turn("Go.")
 
 
-def parts_of(outputs, engine) -> list[list[str]]:
-    """Returns for each output its prompt, and the texts sampled, given, sampled, ...
-
-    Asserts that each sampled text is what the engine said to exactly the tokens before it."""
-    calls = enumerate(engine.prompts, start=1)
-    parts = []
-    for output in outputs:
-        ids = list(output.prompt_ids)
-        texts = [engine.tokenizer.decode(ids)]
-        tokens = zip(output.response_mask, output.response_ids, output.response_versions)
-        for is_sampled, turn in itertools.groupby(tokens, key=lambda token: token[0]):
-            _, turn_ids, versions = zip(*turn)
-            if is_sampled:
-                n, prompt = next(calls)
-                assert prompt == ids and {*versions} == {n}
-            ids += turn_ids
-            texts.append(engine.tokenizer.decode(turn_ids))
-        parts.append(texts)
-    assert next(calls, None) is None
-    return parts
+def assert_outputs(outputs, engine, parts: list[list[str]]) -> None:
+    """The outputs are exactly these texts: each one's prompt, then sampled, given, sampled, ..."""
+    numbers = itertools.count(1)
+    for output, (prompt, *texts) in zip(outputs, parts, strict=True):
+        assert engine.tokenizer.decode(output.prompt_ids) == prompt
+        texts[::2] = [(next(numbers), text) for text in texts[::2]]
+        assert_output(output, engine, *texts)
+    assert next(numbers) == len(engine.prompts) + 1
 
 
 FIRST = [OPENING, *ASKED_NOTES, NOTES + END]
@@ -266,7 +255,7 @@ def short_words(monkeypatch):
 @pytest.mark.parametrize("lines, how, parts, reason, n", COMPACTIONS.values(), ids=COMPACTIONS)
 def test_compaction(tokenizer, short_words, lines, how, parts, reason, n):
     outputs, engine = run(tokenizer, *lines, **{"agent": "compacting", "compact_at": 24} | how)
-    assert parts_of(outputs, engine) == parts
+    assert_outputs(outputs, engine, parts)
     last = outputs[-1]
     assert last.stop_reason == reason
     assert (last.metrics["compactions"], last.metrics.get("forks", 0)) == (n, n)
@@ -278,8 +267,8 @@ def test_compaction_of_a_talk_with_a_user(tokenizer, short_words):
     quiz.opening = "Ready?"
     how = dict(task=quiz_task(quiz), row=quiz_row(), agent="compacting", compact_at=24)
     outputs, engine = run(tokenizer, "2", NOTES, "3", **how)
-    first, second = parts_of(outputs, engine)
     start = ASKED.removesuffix("<|im_start|>assistant\n") + user_turn("Ready?")[1:]
-    assert first == [start, "2" + END, user_turn("Sure?\n\nNotes?"), NOTES + END]
-    assert second == [start + NOTES + END + user_turn("Go."), "3" + END]
+    first = [start, "2" + END, user_turn("Sure?\n\nNotes?"), NOTES + END]
+    second = [start + NOTES + END + user_turn("Go."), "3" + END]
+    assert_outputs(outputs, engine, [first, second])
     assert [output.turn_rewards for output in outputs] == [[(1, 1.0)], [(1, 2.0)]]

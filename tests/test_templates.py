@@ -5,6 +5,7 @@ rewrites the history; or the template is refused before the run.
 """
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import json
@@ -33,6 +34,7 @@ from test_agent_loop import (
     loop_of,
     quiz_row,
     quiz_task,
+    task_of,
     with_template,
 )
 from tokenizers import AddedToken, normalizers
@@ -61,16 +63,18 @@ def qwen3(tokenizer):
     return chat_templates.tokenizer_for("qwen3", tokenizer)
 
 
-def as_list(outputs) -> list:
-    return outputs if isinstance(outputs, list) else [outputs]
-
-
 def play(tokenizer, task, row, stop_ids, *lines, **flags):
     """Runs a rollout; returns its outputs and the scripted engine."""
     engine = Script(tokenizer, lines)
     flags = {"tool_timeout": HANGS} | flags
-    run = loop_of(engine, task, row, {"stop_token_ids": stop_ids}, **flags)
-    return as_list(asyncio.run(run)), engine
+    outputs = asyncio.run(loop_of(engine, task, row, {"stop_token_ids": stop_ids}, **flags))
+    return outputs if isinstance(outputs, list) else [outputs], engine
+
+
+def try_out(tokenizer, prompt, task=None, refused: str | None = None):
+    """Tries a row's chat with a template, which is refused in these words or accepted."""
+    with pytest.raises(BadInput, match=refused) if refused else contextlib.nullcontext():
+        check_tokenizer(tokenizer, tokenizer, {"prompt": prompt}, task or task_of())
 
 
 # ---------------------------------------------------------------- the whole chat at once
@@ -156,19 +160,11 @@ def test_what_probe_chats_tell(name, tokenizer):
         assert template.tokenizer.decode([template.call_end]) == of.call_end
     assert template.needs_only_recent
     assert template.writes_date == (name in ("llama3.2", "gpt-oss"))
-    task = SimpleNamespace(TOOLS=[calculator.calculator])
-    row = {"prompt": PROMPT}
-    if name in WITHOUT_TOOLS:
-        with pytest.raises(BadInput, match="chat template does not take a tool's answer: it "):
-            check_tokenizer(template.tokenizer, template.tokenizer, row, task)
-    else:
-        check_tokenizer(template.tokenizer, template.tokenizer, row, task)
-    row = {"prompt": [{"role": "system", "content": "Add."}, *PROMPT]}
-    if name == "gemma2":
-        with pytest.raises(BadInput, match="not take this prompt: it raises .*System role not"):
-            check_tokenizer(template.tokenizer, template.tokenizer, row, SimpleNamespace())
-    else:
-        check_tokenizer(template.tokenizer, template.tokenizer, row, SimpleNamespace())
+    said = "chat template does not take a tool's answer: it "
+    try_out(template.tokenizer, PROMPT, CALCULATOR, said if name in WITHOUT_TOOLS else None)
+    said = "not take this prompt: it raises .*System role not"
+    prompt = [{"role": "system", "content": "Add."}, *PROMPT]
+    try_out(template.tokenizer, prompt, refused=said if name == "gemma2" else None)
 
 
 NESTED = call(expression="LISTS").replace('"LISTS"', "[" * 700 + "]" * 700)
@@ -196,16 +192,20 @@ def test_each_turn_is_answered(name, turn, reply, tokenizer):
     assert outputs[-1].stop_reason == "stop"
 
 
-def test_a_cut_result_still_tells_of_the_calls_that_were_left_out(tokenizer):
-    """Llama 3.1 shows one call a turn."""
+def test_a_template_that_shows_one_call_a_turn(tokenizer):
+    """Llama 3.1: a cut result, too, tells of the calls that were left out."""
     of = FAMILIES["llama3.1"]
     other = chat_templates.tokenizer_for("llama3.1", tokenizer)
     turn = call(expression="10*10") + call(expression="2*2") + of.call_end
     lines = (turn, "stop"), (ANSWER + of.answer_end, "stop")
     stops = chat_templates.stop_ids("llama3.1", other)
     limits = {"max_response_tokens": 4000, "max_tool_response_tokens": 1}
-    _, engine = play(other, CALCULATOR, {}, stops, *lines, **limits)
-    assert "Error: 1 more calls were not executed" in other.decode(engine.prompts[1])
+    (output,), engine = play(other, CALCULATOR, {}, stops, *lines, **limits)
+    said = "1...\\nError: 1 more calls were not executed: call one tool at a time"
+    assert said in other.decode(engine.prompts[1])
+    assert (output.metrics["tool_calls"], output.metrics["tool_errors"]) == (1, 1)
+    (shown,) = output.messages[1]["tool_calls"]
+    assert shown["function"]["arguments"] == {"expression": "10*10"}
 
 
 def test_calls_that_the_template_does_not_take_stay_in_the_text(tokenizer):
@@ -389,9 +389,11 @@ def test_other_tags_also_where_they_are_special_tokens(tokenizer):
     tags = [AddedToken(tag, special=True, normalized=False) for tag in ("[THINK]", "[/THINK]")]
     other.add_tokens(tags)
     said = f"[THINK]{SUM}[/THINK]{ANSWER}"
-    (output,), _ = play(other, CALCULATOR, {}, [], said, think_tags="[THINK] [/THINK]")
     thought = {"role": "assistant", "content": ANSWER, "reasoning_content": SUM}
-    assert output.messages[1:] == [thought]
+    row = {"prompt": [*PROMPT, thought, *PROMPT]}
+    (output,), engine = play(other, CALCULATOR, row, [], said, think_tags="[THINK] [/THINK]")
+    assert said in other.decode(engine.prompts[0])
+    assert output.messages[3:] == [thought]
     assert output.metrics["tool_calls"] == 0
     (output,), _ = play(other, CALCULATOR, {}, [], said, ANSWER)  # no block of the default tags
     assert output.metrics["tool_calls"] == 1
@@ -404,28 +406,22 @@ def test_a_chat_agent_may_turn_reasoning_off_in_a_request(qwen3):
     seen = []
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     history = [*PROMPT, {"role": "assistant", "content": "No"}, *PROMPT]
-    thought = [*PROMPT, {"role": "assistant", "content": "2", "reasoning_content": "sum"}]
+    requests = [(PROMPT, {}), (PROMPT, {"extra_body": off}), (history, off), (history, {})]
 
     class Agent(ChatAgentLoop):
         async def chat(self, client, **row):
-            for messages, how in (
-                (PROMPT, {}),
-                (PROMPT, {"extra_body": off}),
-                (history, off),
-                (history, {}),
-                (thought, {}),
-            ):
+            for messages, how in requests:
                 completion = await client.create(messages=messages, tools=[{}], **how)
                 seen.append(completion.choices[0].message)
 
-    lines = [f"<think>\nhm {SUM}\n</think>\n\nYes", "No", "Sure", "Well", "Two"]
+    lines = [f"<think>\nhm {SUM}\n</think>\n\nYes", "No", "Sure", "Well"]
     engine = Script(qwen3, lines)
     loop = Agent(engine, qwen3, None, SimpleNamespace(), LoopArgs(max_response_tokens=1000))
     outputs = asyncio.run(loop.run({}, **ROW))
     assert (seen[0].reasoning_content, seen[0].content) == (f"\nhm {SUM}\n", "\n\nYes")
     assert not seen[0].tool_calls
     assert not hasattr(seen[1], "reasoning_content")
-    assert len(outputs) == 4  # the third request continues the second
+    assert len(outputs) == 3  # the third request continues the second
     start = qwen3.decode(engine.prompts[0])
     question = ASKED.removesuffix(ASSISTANT)
     assert [qwen3.decode(prompt).removeprefix(start) for prompt in engine.prompts] == [
@@ -433,7 +429,6 @@ def test_a_chat_agent_may_turn_reasoning_off_in_a_request(qwen3):
         EMPTY,
         f"{EMPTY}No{END}\n{question}{ASSISTANT}{EMPTY}",
         f"No{END}\n{question}{ASSISTANT}",
-        f"<think>\nsum\n</think>\n\n2{END}\n{ASSISTANT}",
     ]
 
 
@@ -470,41 +465,39 @@ REFUSED = {
 @pytest.mark.parametrize("said, prompt, words", REFUSED.values(), ids=REFUSED)
 def test_a_template_that_hides_a_message_is_refused(said, prompt, words, tokenizer):
     other = with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS)
-    with pytest.raises(BadInput, match=words):
-        check_tokenizer(other, other, {"prompt": prompt}, CALCULATOR)
+    try_out(other, prompt, CALCULATOR, refused=words)
 
 
 def test_a_template_for_chats_with_tools_takes_no_others(tokenizer):
     """Hermes-2-Pro's raises if it gets no list of tools."""
     listed = "{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}"
     other = with_template(tokenizer, listed + CHAT.replace("SAID", "m.content") + PROMPTS)
-    check_tokenizer(other, other, {"prompt": PROMPT}, CALCULATOR)
-    with pytest.raises(BadInput, match="does not take this prompt: it takes chats with tools only"):
-        check_tokenizer(other, other, {"prompt": PROMPT}, SimpleNamespace())
+    try_out(other, PROMPT, CALCULATOR)
+    try_out(other, PROMPT, refused="does not take this prompt: it takes chats with tools only")
 
 
 def test_earlier_reasoning_of_a_prompt_may_be_dropped(qwen3):
     prompt = [ADDS, {"role": "assistant", "reasoning_content": "Easy.", "content": "3"}, ADDS]
-    check_tokenizer(qwen3, qwen3, {"prompt": prompt}, SimpleNamespace())
+    try_out(qwen3, prompt)
 
 
-def test_a_template_that_writes_a_message_twice_is_named(tokenizer):
-    twice = "m.content + (messages[0].content if loop.last and not loop.first else '')"
-    other = with_template(tokenizer, CHAT.replace("SAID", twice) + PROMPTS)
-    with pytest.warns(UserWarning, match="writes a message twice"):
-        check_tokenizer(other, other, {"prompt": PROMPT}, SimpleNamespace())
+# What the template says of a message, how its prompts end, what it is warned about.
+WARNED = [
+    ("m.content", "<T></T>", "history lacks '<T></T>' of its generation prompt"),
+    ("m.content", "<think>\\n</think>", None),  # an empty block of thought
+    ("m.content + (messages[0].content if loop.last else '')", "", "writes a message twice"),
+    ("'How can I help today? ' + m.content", "", None),  # that is no date
+]
 
 
-@pytest.mark.parametrize("prompt, warned", [
-    ("<T></T>", ["the chat template's history lacks '<T></T>' of its generation prompt"]),
-    ("<think>\\n</think>", []),  # an empty block of thought
-])  # fmt: skip
-def test_a_prompt_that_the_history_lacks_is_named(prompt, warned, tokenizer):
+@pytest.mark.parametrize("said, prompt, warned", WARNED)
+def test_what_a_template_does_to_its_messages_is_named(said, prompt, warned, tokenizer):
     prompts = PROMPTS + "{{- '" + prompt + "' if add_generation_prompt }}"
-    other = with_template(tokenizer, CHAT.replace("SAID", "m.content") + prompts)
+    other = with_template(tokenizer, CHAT.replace("SAID", f"({said})") + prompts)
     found = chat_template(other).check(PROMPT, [], has_user=True)
-    assert [each.partition(":")[0] for each in found] == warned
-    assert chat_template(other).check(PROMPT, [], has_user=False) == []  # one turn has no history
+    assert bool(found) == bool(warned) and (not found or warned in found[-1])
+    if prompt:  # one turn has no history
+        assert chat_template(other).check(PROMPT, [], has_user=False) == []
 
 
 def test_the_date_may_be_fixed(tokenizer):
@@ -521,41 +514,38 @@ def test_the_date_may_be_fixed(tokenizer):
 SETS = "{%- set ns = namespace(on='off') %}{%- set flag = 'forget' %}"
 FINDS = "{%- for m in messages %}{%- if TEST %}{%- set ns.on = 'on' %}{%- endif %}{%- endfor %}"
 # What a template may look for in the middle of a chat: it then writes "on" at the end.
-LOOKS = {
-    "a mark": "'/think' in m.content",
-    "a word": "m.content.startswith('forget')",
-    "in any case": "'loud' in m.content | lower",
-    "the whole text": "m.content == 'reset'",
-    "a variable": "flag in m.content",
-    "a long text": "m.content | length > 100",
-    "many messages": "loop.index > 20",
-}
+LOOKS = [
+    "'/think' in m.content",
+    "m.content.startswith('forget')",
+    "'loud' in m.content | lower",
+    "m.content == 'reset'",
+    "flag in m.content",
+    "m.content | length > 100",
+    "loop.index > 20",
+]
 TEXTS = ["yes", "/think again", "forget it", "So LOUD", "reset", "word " * 50]
 
 
-@pytest.mark.parametrize("test", LOOKS.values(), ids=LOOKS)
-def test_the_recent_part_of_a_chat_decides_as_the_whole(test, tokenizer):
-    """Of 60 suffixes each; the rewritten middle of another template is in the next test."""
-    chat = CHAT.replace("SAID", "m.content")
-    template = SETS + FINDS.replace("TEST", test) + chat + "{{- ns.on }}" + PROMPTS
-    assert_recent_is_whole(with_template(tokenizer, template))
-
-
-@pytest.mark.parametrize("said", [
+# How a template may rewrite what stands there.
+REWRITES = [
     "(loop.index ~ m.content)",
     "(m.content if m.role != 'tool' or loop.revindex < 30 else 'old')",
     "(m.content if m.content != messages[-1].content else 'again')",
+]
+
+
+@pytest.mark.parametrize("test, said", [
+    *((test, "m.content") for test in LOOKS),
+    *(("false", said) for said in REWRITES),
 ])  # fmt: skip
-def test_a_template_that_rewrites_the_middle(said, tokenizer):
-    assert_recent_is_whole(with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS))
-
-
-def assert_recent_is_whole(tokenizer):
-    """Suffixes of random chats are the same from the recent part and from the whole chat."""
+def test_the_recent_part_of_a_chat_decides_as_the_whole(test, said, tokenizer):
+    """Of 60 suffixes each."""
+    chat = FINDS.replace("TEST", test) + CHAT.replace("SAID", said)
+    other = with_template(tokenizer, SETS + chat + "{{- ns.on }}" + PROMPTS)
     for seed in range(3):
         random_numbers = random.Random(seed)
-        template = ChatTemplate(tokenizer, {tokenizer.eos_token_id})
-        whole = ChatTemplate(tokenizer, {tokenizer.eos_token_id})
+        template = ChatTemplate(other, {other.eos_token_id})
+        whole = ChatTemplate(other, {other.eos_token_id})
         whole.needs_only_recent = False
         recent = agent_loop.Recent(template.form_of)
         chat = [{"role": "user", "content": "Hello."}]
@@ -612,19 +602,6 @@ def test_reasoning_stands_before_the_parts_of_a_content(tokenizer):
     message = {"role": "assistant", "reasoning_content": "Easy.", "content": [part]}
     thought = {"type": "text", "text": "<think>Easy.</think>"}
     assert template.as_shown(message)["content"] == [thought, part]
-
-
-def test_today_is_not_todays_date(tokenizer):
-    template = "How can I help today?" + CHAT.replace("SAID", "m.content") + PROMPTS
-    assert not chat_template(with_template(tokenizer, template)).writes_date
-
-
-def test_think_tags_are_those_of_the_prompt_too(tokenizer):
-    other = with_template(tokenizer, CHAT.replace("SAID", "m.content") + PROMPTS)
-    args = LoopArgs(think_tags="[THINK] [/THINK]")
-    prompt = [ADDS, {"role": "assistant", "reasoning_content": "Easy.", "content": "3"}, ADDS]
-    loop = SingleTurnLoop(None, other, None, SimpleNamespace(), args)
-    assert "[THINK]Easy.[/THINK]3" in other.decode(loop.start({"prompt": prompt}).prompt_ids)
 
 
 def test_a_rows_texts_are_made_fit_for_a_tokenizer():

@@ -140,15 +140,17 @@ GAMES = [
 
 
 def test_describe_by_hand():
-    first = played(0, 0, 0, {"score": 1.0, "style": 3, "note": "fine"})
+    graded = {"score": 1.0, "style": 3, "note": "fine"}
+    first = played(0, 0, 0, graded)
     first.metrics = {"tool_calls": 2, "tool_s": 1.5, "who": "x"}
-    second = played(0, 1, 0, 0.5)
+    second = played(0, 1, 0, {"score": 0.5, "style": 6})
     second.turn_rewards, second.stop_reason, second.num_turns = [(0, 0.25)], "length", 4
-    outputs = [played(0, 0, 0, 1.0), first, second]  # the first rollout has two outputs
+    # The first rollout has two outputs, both with its dict, which counts once.
+    outputs = [played(0, 0, 0, graded), first, second]
     described = describe(outputs, data.by_unit(outputs))
     assert described == {
         **{"reward/mean": 0.875, "reward/std": 0.125, "reward/min": 0.75, "reward/max": 1.0},
-        **{"reward_part/style": 3, "rollout/segments": 1.5, "rollout/tool_calls": 2 / 3},
+        **{"reward_part/style": 4.5, "rollout/segments": 1.5, "rollout/tool_calls": 2 / 3},
         **{"prompt_length/mean": 2, "response_length/mean": 2, "response_length/max": 2},
         **{"response_length/clipped_ratio": 1 / 3, "rollout/trajectories": 2},
         **{"stop_reason/length": 1 / 3, "stop_reason/stop": 2 / 3},
@@ -156,14 +158,6 @@ def test_describe_by_hand():
         **{"timing/tool_s_min": 0, "timing/tool_s_mean": 0.75, "timing/tool_s_max": 1.5},
         **{f"timing/generate_s_{name}": 0 for name in ("min", "mean", "max")},
     }
-
-
-def test_a_reward_counts_once_for_each_rollout():
-    """All outputs of a rollout have its dict."""
-    rewards = [(0, 0, 1.0), (1, 0, 0.0), (1, 1, 0.0), (1, 2, 0.0)]
-    outputs = [played(0, *place, {"score": right, "right": right}) for *place, right in rewards]
-    described = describe(outputs, data.by_unit(outputs))
-    assert described["reward/mean"] == described["reward_part/right"] == 0.5
 
 
 def test_units_of_games():
