@@ -16,7 +16,7 @@ import data
 import rollout
 import train
 from agent_loop import BadInput
-from flatrl import devices, launch, layers
+from flatrl import devices, launch, layers, vllm_engine
 from train import Args
 
 CUDA = torch.device("cuda")
@@ -61,9 +61,32 @@ def test_what_a_host_cannot_do_is_refused(monkeypatch):
         devices.device_defaults(Args(), cuda=False)
 
 
-def learner_of(args) -> train.Learner:
+def test_a_process_takes_its_share_of_the_cores(monkeypatch):
+    """... and switches often between the threads that call the GPU and the tools."""
+    taken = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda rank: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: taken.update(threads=n))
+    monkeypatch.setattr(devices.sys, "setswitchinterval", lambda s: taken.update(interval=s))
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(devices.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(devices.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(devices, "ranks_of_host", lambda: 4)
+    monkeypatch.setattr(devices, "join_group", lambda backend: taken.update(backend=backend))
+    monkeypatch.setattr(devices, "Accelerator", lambda **settings: settings)
+    accelerator, _ = devices.start_processes(Args())
+    assert accelerator == {"cpu": False, "mixed_precision": "bf16"}
+    assert taken == {"threads": 4, "interval": 2e-4, "backend": "cpu:gloo,cuda:nccl"}
+
+
+def accelerator_of(device: str = "cpu"):
+    return types.SimpleNamespace(device=torch.device(device), prepare_model=lambda net, **_: net,
+                                 clip_grad_norm_=torch.nn.utils.clip_grad_norm_)  # fmt: skip
+
+
+def learner_of(args, device: str = "cpu") -> train.Learner:
     data.register_packed_attention()
-    return train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
+    return train.Learner(train.Policy(args), 1e-3, 1, args, accelerator_of(device))
 
 
 def test_a_value_has_the_digits_of_float32(args, process_group):
@@ -90,7 +113,7 @@ def test_the_reference_keeps_its_stored_dtype_and_the_policy_is_in_float32(
     data.register_packed_attention()
     policy = train.Policy(args)
     reference = train.build_reference(args, policy)
-    policy, _, reference = train.build_networks(args, Accelerator(cpu=True), policy, reference)
+    policy, _, reference = train.build_networks(args, accelerator_of(), policy, reference)
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in policy.net.parameters()} == {torch.float32}
     assert {b.dtype for b in reference.buffers()} == {torch.float32}  # RoPE's
@@ -103,22 +126,25 @@ def test_the_reference_keeps_its_stored_dtype_and_the_policy_is_in_float32(
     assert torch.equal(*scores) and scores[0].abs().sum() > 1
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4])
 def test_frozen_weights_take_half_the_memory_and_no_number_changes(
-    args, process_group, monkeypatch
+    args, process_group, monkeypatch, lora_rank
 ):
-    args = dataclasses.replace(args, dtype="bfloat16", shard=True, lora_rank=4)
+    args = dataclasses.replace(args, dtype="bfloat16", shard=True, lora_rank=lora_rank)
     batch = batch_of(6)
     batch["advantages"] = torch.ones_like(batch["response_mask"])
 
-    def train_one_step() -> tuple[dict, set]:
+    def train_one_step() -> tuple[dict, dict]:
         learner = learner_of(args)
         metrics, _ = train.optimise(
-            learner, train.policy_objective, batch, COLUMNS, range(6), args, Accelerator(cpu=True)
-        )
-        return metrics, {(p.dtype, p.requires_grad) for p in learner.net.parameters()}
+            learner, train.policy_objective, batch, COLUMNS, range(6), args, Accelerator(cpu=True))
+        parameters = learner.net.named_parameters()
+        return metrics, {name: (p.dtype, p.requires_grad) for name, p in parameters}
 
     found, dtypes = train_one_step()
-    assert dtypes == {(torch.float32, True), (torch.bfloat16, False)}
+    assert {(torch.float32, True)} <= set(dtypes.values()) <= {
+        (torch.float32, True), (torch.bfloat16, False)}
+    assert len(set(dtypes.values())) == (2 if lora_rank else 1)
     monkeypatch.setattr(layers, "set_master_dtype", lambda net, args: net.float())
     expected, _ = train_one_step()
     assert found == expected and found["actor/grad_norm"] > 0
@@ -157,6 +183,7 @@ class TooLittleMemory:
 def test_the_micro_batch_is_made_to_fit_and_nothing_else_changes(
     args, process_group, shard, backward, recompute
 ):
+    data.register_packed_attention()
     flags = dict(shard=shard, lr=1e-3, tokens_per_micro_batch=1000)
     flags["gradient_checkpointing"] = recompute
     args = dataclasses.replace(args, **flags)  # its window has 128 tokens
@@ -165,7 +192,7 @@ def test_the_micro_batch_is_made_to_fit_and_nothing_else_changes(
     batch = batch_of(19)
     batch["advantages"] = torch.ones_like(batch["response_mask"])
     for memory in (1000, 300):
-        learner = learner_of(args)
+        learner = train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
         hooks = TooLittleMemory(learner.net, memory, backward)
         devices.fit_micro_batch({"policy": learner}, args, CUDA, said.append)
         assert all(p.grad is None for p in learner.net.parameters())
@@ -174,8 +201,8 @@ def test_the_micro_batch_is_made_to_fit_and_nothing_else_changes(
         assert hooks.tried == ([1000] if memory == 1000 else tried)
         assert learner.net.model.is_gradient_checkpointing == (memory == 300 and recompute is None)
         whole, _ = train.optimise(
-            learner, train.policy_objective, batch, COLUMNS, range(19), args, Accelerator(cpu=True)
-        )
+            learner, train.policy_objective, batch, COLUMNS, range(19), args,
+            Accelerator(cpu=True))  # fmt: skip
         names = ("actor/loss", "actor/grad_norm", "actor/entropy")
         metrics.append({name: whole[name] for name in names})
     assert args.tokens_per_micro_batch == 250
@@ -246,6 +273,33 @@ def test_beside_a_gpu_memory_has_no_holes(monkeypatch, argv, given, expected):
     launch.prepare_process()
     assert environment.get("PYTORCH_ALLOC_CONF") == expected
     assert "OMP_NUM_THREADS" not in environment
+
+
+@pytest.mark.parametrize("flags, conf, expected", [
+    ({}, "expandable_segments:True", {}),
+    ({"tp": 2}, "", {}),
+    ({"tp": 2}, "expandable_segments:True", {"disable_custom_all_reduce": True}),
+    ({"engine_args": '{"max_num_seqs": 1024}'}, "", {"max_cudagraph_capture_size": 1024}),
+])  # fmt: skip
+def test_cuda_graphs_are_captured_for_all_batches(args, monkeypatch, flags, conf, expected):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
+    arguments = vllm_engine.vllm_arguments("x", dataclasses.replace(args, **flags), CUDA)
+    names = ("disable_custom_all_reduce", "max_cudagraph_capture_size")
+    assert {name: arguments[name] for name in names if name in arguments} == expected
+
+
+@pytest.mark.parametrize("state, calls", [("asleep", ["wake", "end"]), ("awake", ["end"])])
+def test_an_engine_that_sleeps_is_woken_before_its_end(monkeypatch, state, calls):
+    """vLLM prints a CUDA error for each part of the memory that sleep has unmapped."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    engine = object.__new__(rollout.Engine)
+    engine.state = state
+    core = types.SimpleNamespace(shutdown=lambda: found.append("end"))
+    engine.core = types.SimpleNamespace(wake_up=lambda: found.append("wake"), engine_core=core)
+    engine.close()
+    assert found == calls
 
 
 def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monkeypatch):

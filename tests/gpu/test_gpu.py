@@ -1,8 +1,12 @@
 """Tests that need a GPU: python -m pytest tests/gpu -s
 
-They cover --offload, the micro-batch that is tried at the start, and whole runs. For the memory
-that sleep frees, weight syncs, and engine against trainer in bfloat16, see bench/gpu.py."""
+They cover --offload, the micro-batch that is tried at the start, whole runs, and the sections of
+bench/gpu.py: memory that sleep frees, weight syncs, and engine against trainer in bfloat16.
+Models are random, with the shape of Qwen2.5-0.5B. docs/scaling.md has what they gave on an H100."""
 
+import argparse
+import json
+import re
 import subprocess
 import sys
 import types
@@ -147,3 +151,18 @@ def test_training_by_accelerates_fsdp2_config(tmp_path):
     for row in rows[1:]:
         assert row["actor/grad_norm"] > 0 and row["rollout/logp_diff_mean"] < 0.05
     assert (tmp_path / "run/checkpoints/step_000002/.metadata").is_file()
+
+
+def test_sections_of_the_bench(tmp_path):
+    """Engine and trainer agree, too: with these random weights by 0.05 on an H100."""
+    import gpu
+
+    sections = list(gpu.SECTIONS)
+    options = argparse.Namespace(folder=tmp_path, device="cuda", cycles=5, only=sections)
+    rows = gpu.measure(options, "0.5B")
+    print(json.dumps(rows, indent=1))
+    assert {row[0] for row in rows} == set(sections)
+    figures = [figure for section, _, figure in rows if section == "agree"]
+    assert len(figures) == 2
+    for figure in figures:
+        assert float(re.match("mean ([^,]+),", figure)[1]) < 0.1, figure
