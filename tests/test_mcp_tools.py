@@ -176,11 +176,12 @@ def test_env_and_headers_reach_the_server(stdio, http, run):
     assert run(http["header"].execute("r", {})) == "open sesame"
 
 
-async def under_way(n: int, folder: Path, call: asyncio.Task) -> None:
-    """Until n calls of add are held there, of which `call` is the last."""
-    while len(list(folder.iterdir())) < n:
-        if call.done():
-            raise RuntimeError(f"it is not held: {await call}")
+async def under_way(folder: Path, *tasks: asyncio.Task) -> None:
+    """Until these calls of add are held there."""
+    while len(list(folder.iterdir())) < len(tasks):
+        for task in tasks:
+            if task.done():
+                raise RuntimeError(f"it is not held: {await task}")
         await asyncio.sleep(0.01)
 
 
@@ -192,7 +193,7 @@ def test_a_call_cancelled_by_its_deadline_leaves_the_session_usable(tools, run, 
             async with asyncio.timeout(None) as deadline:
                 held = {"a": 10, "held": str(tmp_path)}
                 call = asyncio.ensure_future(tools["add"].execute("b", held))
-                await under_way(2, tmp_path, call)
+                await under_way(tmp_path, slow, call)
                 deadline.reschedule(0)  # which has passed
                 await call
         assert not slow.done()
@@ -225,7 +226,7 @@ def test_an_http_server_that_goes_and_comes_back(http_server, http, run, tmp_pat
     async def calls():
         assert await http["pid"].execute("r", {}) == str(http_server.process.pid)
         call = asyncio.create_task(http["add"].execute("r", {"a": 1, "held": str(tmp_path)}))
-        await under_way(1, tmp_path, call)
+        await under_way(tmp_path, call)
         http_server.kill()
         with pytest.raises(ConnectionError, match="no connection to http://127.0.0.1.*failed"):
             await call
