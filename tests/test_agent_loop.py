@@ -159,13 +159,20 @@ def loop_of(engine, task, row=None, sampling=None, **args):
     return loop.run(sampling or {}, **row)
 
 
+def rollout(tokenizer, *lines, task=CALCULATOR, **how) -> tuple[list, Script]:
+    """Returns the outputs of a rollout, in which the engine says these lines, and the engine."""
+    engine = Script(tokenizer, lines)
+    outputs = asyncio.run(loop_of(engine, task, **how))
+    return (outputs if isinstance(outputs, list) else [outputs]), engine
+
+
 @pytest.fixture(scope="module")
 def play(tokenizer):
-    """play(line, line, ..., task=, row=, sampling=, **args) -> (the output, the engine)."""
+    """play(line, line, ..., task=, row=, sampling=, **args) -> (the only output, the engine)."""
 
-    def play(*lines, task=CALCULATOR, **how) -> tuple[agent_loop.AgentLoopOutput, Script]:
-        engine = Script(tokenizer, lines)
-        return asyncio.run(loop_of(engine, task, **how)), engine
+    def play(*lines, **how) -> tuple[agent_loop.AgentLoopOutput, Script]:
+        (output,), engine = rollout(tokenizer, *lines, **how)
+        return output, engine
 
     return play
 
@@ -319,11 +326,12 @@ def test_parallel_calls_run_together_and_answer_in_order(play):
     assert_response(output, engine, turn + END, said, "ok" + END)
 
 
-def test_the_sampling_parameters_of_each_turn(play, tokenizer):
+def test_the_sampling_parameters_of_each_turn(tokenizer):
     """Another stop token than the template's ends a turn, too; the template's then replaces it."""
     turn = SUM + tokenizer.pad_token
     sampling = {"stop_token_ids": [tokenizer.pad_token_id], "max_tokens": 50}
-    outputs, engine = play((turn, "stop"), ANSWER, sampling=sampling, max_response_tokens=60)
+    how = dict(sampling=sampling, max_response_tokens=60)
+    outputs, engine = rollout(tokenizer, (turn, "stop"), ANSWER, **how)
     said = [tokenizer.decode(output.response_ids) for output in outputs]
     assert said == [turn, ANSWER + END]
     assert tokenizer.decode(engine.prompts[1]).endswith(f"{SUM}{END}{tool_turn('2')}")

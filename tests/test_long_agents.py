@@ -9,16 +9,15 @@ from conftest import generate, stepped
 from test_agent_loop import (
     ANSWER,
     ASKED,
-    CALCULATOR,
     END,
     SUM,
     Quiz,
     Script,
     assert_output,
     assert_response,
-    loop_of,
     quiz_row,
     quiz_task,
+    rollout,
     task_of,
     tool_turn,
     user_turn,
@@ -86,13 +85,6 @@ def test_what_can_not_be_scored(tokenizer, start, error):
 # ---------------------------------------------------------------- turns that are cut
 
 
-def run(tokenizer, *lines, task=CALCULATOR, **how) -> tuple:
-    """Returns (outputs, engine) of one rollout with a scripted engine."""
-    engine = Script(tokenizer, lines)
-    outputs = asyncio.run(loop_of(engine, task, **how))
-    return (outputs if isinstance(outputs, list) else [outputs]), engine
-
-
 def cut(n: int, called: str = "No tool was called. ") -> str:
     text = f"Your turn was cut at {n} tokens. {called}Continue, more briefly."
     return END + user_turn(text)
@@ -123,7 +115,7 @@ CUT_TURNS = {
 
 @pytest.mark.parametrize("lines, how, parts, reason, n", CUT_TURNS.values(), ids=CUT_TURNS)
 def test_a_turn_that_is_cut(tokenizer, lines, how, parts, reason, n):
-    (output,), engine = run(tokenizer, *lines, **{"max_turn_tokens": 6} | how)
+    (output,), engine = rollout(tokenizer, *lines, **{"max_turn_tokens": 6} | how)
     assert_response(output, engine, *parts)
     assert (output.stop_reason, output.num_turns) == (reason, len(parts) + 1)
     assert output.metrics.get("cut_turns") == n
@@ -132,7 +124,7 @@ def test_a_turn_that_is_cut(tokenizer, lines, how, parts, reason, n):
 def test_a_user_answers_whole_turns_only(tokenizer):
     quiz = Quiz((True, "", 1.0, {}))
     how = dict(task=quiz_task(quiz), row=quiz_row(), max_turn_tokens=6)
-    (output,), engine = run(tokenizer, LONG, "ok", **how)
+    (output,), engine = rollout(tokenizer, LONG, "ok", **how)
     assert_response(output, engine, "abcdef", cut(6, ""), "ok" + END)
     assert output.turn_rewards == [(len(output.response_ids) - 1, 1.0)]
     assert quiz.events == ["start", "generate_response", "finalize"]
@@ -176,7 +168,7 @@ FINAL_ANSWERS = {
 
 @pytest.mark.parametrize("lines, how, parts, reason, n", FINAL_ANSWERS.values(), ids=FINAL_ANSWERS)
 def test_a_final_answer(tokenizer, lines, how, parts, reason, n):
-    (output,), engine = run(tokenizer, *lines, **KEPT | how)
+    (output,), engine = rollout(tokenizer, *lines, **KEPT | how)
     assert_response(output, engine, *parts)
     assert (output.stop_reason, output.num_turns) == (reason, len(parts) + 1)
     assert output.metrics.get("final_answers") == n
@@ -186,7 +178,7 @@ def test_a_final_answer(tokenizer, lines, how, parts, reason, n):
 def test_a_user_judges_the_final_answer(tokenizer, done):
     quiz = Quiz((False, "Sure?", 1.0, {}), (done, "No.", 2.0, {}))
     how = dict(task=quiz_task(quiz), row=quiz_row(), **ONE_TURN, **KEPT)
-    (output,), engine = run(tokenizer, "2", "3", **how)
+    (output,), engine = rollout(tokenizer, "2", "3", **how)
     assert_response(output, engine, "2" + END, ASKED_USER.removeprefix(END), "3" + END)
     last = len(output.response_ids) - 1
     assert output.turn_rewards == [(1, 1.0), (last, 2.0)]
@@ -254,7 +246,7 @@ def short_words(monkeypatch):
 
 @pytest.mark.parametrize("lines, how, parts, reason, n", COMPACTIONS.values(), ids=COMPACTIONS)
 def test_compaction(tokenizer, short_words, lines, how, parts, reason, n):
-    outputs, engine = run(tokenizer, *lines, **{"agent": "compacting", "compact_at": 24} | how)
+    outputs, engine = rollout(tokenizer, *lines, **{"agent": "compacting", "compact_at": 24} | how)
     assert_outputs(outputs, engine, parts)
     last = outputs[-1]
     assert last.stop_reason == reason
@@ -266,7 +258,7 @@ def test_compaction_of_a_talk_with_a_user(tokenizer, short_words):
     quiz = Quiz((False, "Sure?", 1.0, {}), (True, "", 2.0, {}))
     quiz.opening = "Ready?"
     how = dict(task=quiz_task(quiz), row=quiz_row(), agent="compacting", compact_at=24)
-    outputs, engine = run(tokenizer, "2", NOTES, "3", **how)
+    outputs, engine = rollout(tokenizer, "2", NOTES, "3", **how)
     start = ASKED.removesuffix("<|im_start|>assistant\n") + user_turn("Ready?")[1:]
     first = [start, "2" + END, user_turn("Sure?\n\nNotes?"), NOTES + END]
     second = [start + NOTES + END + user_turn("Go."), "3" + END]

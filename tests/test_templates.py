@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import chat_templates
 import pytest
 from chat_templates import FAMILIES
-from conftest import HANGS
 from test_agent_loop import (
     ANSWER,
     ASKED,
@@ -31,9 +30,9 @@ from test_agent_loop import (
     call,
     called,
     encode,
-    loop_of,
     quiz_row,
     quiz_task,
+    rollout,
     task_of,
     with_template,
 )
@@ -65,10 +64,8 @@ def qwen3(tokenizer):
 
 def play(tokenizer, task, row, stop_ids, *lines, **flags):
     """Runs a rollout; returns its outputs and the scripted engine."""
-    engine = Script(tokenizer, lines)
-    flags = {"tool_timeout": HANGS} | flags
-    outputs = asyncio.run(loop_of(engine, task, row, {"stop_token_ids": stop_ids}, **flags))
-    return outputs if isinstance(outputs, list) else [outputs], engine
+    sampling = {"stop_token_ids": stop_ids}
+    return rollout(tokenizer, *lines, task=task, row=row, sampling=sampling, **flags)
 
 
 def try_out(tokenizer, prompt, task=None, refused: str | None = None):
