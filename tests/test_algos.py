@@ -3,6 +3,7 @@
 import math
 import re
 from collections import defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import data
 import losses
 import train
 from agent_loop import BadInput
+from flatrl.metrics import Clock
 from rollout import Rollouts
 from train import PRESETS, Args, check_args, check_registered, parse_args
 
@@ -213,6 +215,27 @@ def test_whitening_is_over_the_tokens_of_the_batch():
     raw = torch.tensor([2.125] * 4 + [-2.125] * 5 + [1.0] + [-1.0] * 7)
     close(advantages[MASK.bool()], (raw - raw.mean()) / raw.std(), atol=1e-6, rtol=1e-5)
     assert (advantages[~MASK.bool()] == 0).all()
+
+
+def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
+    outputs = [output(0, 0, "1", None), output(0, 1, "11111", None), output(1, 0, "11", None)]
+    rollouts = Rollouts(outputs=list(outputs))
+
+    def wait_for_rewards(*_):  # the long one's reward failed
+        outputs[0].reward, outputs[2].reward = 1.0, 2.0
+        rollouts.outputs = [outputs[0], outputs[2]]
+
+    monkeypatch.setattr(train, "wait_for_rewards", wait_for_rewards)
+    rollouts.metrics = lambda engine: {"rollout/last_prompt": 1}
+    batch = data.make_batch(rollouts.trained)
+    batch["values"] = torch.arange(15.0).view(3, 5)
+    run = SimpleNamespace(engine=True, history=[], background=None, stop=None)
+    run.rows = {"train": [{}] * 4}
+    run.clock = Clock()
+    batch, _ = train.add_rewards(run, rollouts, batch)
+    assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
+    assert batch["values"].tolist() == [[0, 1], [10, 11]]
+    assert batch.units.rewards.tolist() == [1.0, 2.0]
 
 
 def test_a_single_asynchronous_update_clips_the_ratio_to_the_engine():

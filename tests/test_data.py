@@ -218,10 +218,6 @@ def test_a_folder_of_datasets_and_a_name_of_the_hub(tmp_path, monkeypatch):
         assert str(error.value).startswith(said)
 
 
-def letters(n: int) -> dict:
-    return {"prompt": [{"role": "user", "content": "x" * n}]}
-
-
 def rendered(tokenizer, prompt, tools=None) -> int:
     ids = tokenizer.apply_chat_template(
         prompt, tools=tools, add_generation_prompt=True, return_dict=False
@@ -261,7 +257,7 @@ def test_a_prompt_that_no_cut_makes_shorter_is_left_out(tokenizer, side):
 
 def test_the_tools_of_a_row_count_into_its_prompt(tokenizer):
     task = SimpleNamespace(TOOLS=[calculator.calculator])
-    rows = [letters(3)]
+    rows = [{"prompt": HELLO}]
     schema = as_tool(calculator.calculator).schema
     limit = rendered(tokenizer, rows[0]["prompt"], [schema])
     assert rendered(tokenizer, rows[0]["prompt"]) < limit

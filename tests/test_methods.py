@@ -8,7 +8,6 @@ from conftest import batch_with_rewards, output_of
 
 import losses
 import train
-from agent_loop import AgentLoopOutput
 from examples import methods
 from train import Args
 
@@ -133,7 +132,7 @@ def test_the_task_gives_gdpo_its_parts():
     for sample, called, answer in ((0, True, 4), (1, False, 4), (2, True, 5)):
         chat = [call] * called + [{"role": "assistant", "content": f"<answer>{answer}</answer>"}]
         extra = {"prompt": 0, "sample": sample, "segment": 0}
-        output: AgentLoopOutput = output_of([1, 1], extra=extra, messages=chat)
+        output = output_of([1, 1], extra=extra, messages=chat)
         output.reward = methods.reward(output, row)
         outputs.append(output)
     assert outputs[1].reward == {"score": 1.0, "correct": 1.0, "called": 0.0}

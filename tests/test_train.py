@@ -276,10 +276,9 @@ def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
 def test_truncated_trajectories_are_masked_out_of_the_loss(cache, tmp_path):
     """A budget of 4 tokens truncates nearly everything: an empty batch is no crash.
 
-    Neither is a grader that fails, after the critic has scored its trajectory."""
-    flags = ["--algo", "ppo", "--agent", "single_turn", "--max_response_tokens", "4"]
-    flags += ["--mask_truncated", "--num_steps", "3", "--eval_every", "-1"]
-    flags += ["--output_dir", tmp_path / "run"]
+    Neither is a grader that fails."""
+    flags = ["--agent", "single_turn", "--max_response_tokens", "4", "--mask_truncated"]
+    flags += ["--num_steps", "3", "--eval_every", "-1", "--output_dir", tmp_path / "run"]
     printed = run(*TINY, *flags, cache=cache, TINY_TASK_REWARD="raise")
     assert "RuntimeError: the grader broke" in printed
     rows = metrics_of(tmp_path / "run")
