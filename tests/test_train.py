@@ -522,7 +522,7 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
         train.read_rollouts(file, 3)
     for bad in ("{", json.dumps(good | {"prompt_ids": None})):
         file.write_text(f"{line}\n{bad}\n", encoding="utf-8")
-        with pytest.raises(BadInput, match=r"step_000001.jsonl, line 2, is no trajectory"):
+        with pytest.raises(BadInput, match=r"step_000001.jsonl, line 2, is not a trajectory"):
             train.read_rollouts(file, 4)
     replaced = good | {"extra": good["extra"] | {"filtered": True}}
     for nothing in ({"kind": "failed_reward"}, replaced):
