@@ -244,7 +244,13 @@ def filter_overlong(
     return Rows(next_that_fits, range(n_rows), overlong=too_long.mean())
 
 
-def _cut_to(limit: int, rows: Sequence[dict], length_of: Callable, tokenizer, side: str) -> Rows:
+def _cut_to(
+    limit: int,
+    rows: Sequence[dict],
+    length_of: Callable,
+    tokenizer,
+    side: str,
+) -> Rows:
     """Returns the rows with their overlong prompts cut to `limit` tokens.
 
     The longest text of a prompt loses tokens at `side`. If there is too little to cut, the prompt
