@@ -41,11 +41,12 @@ RUNS = {
         ],
     ),
     "rollout": (
-        [*SHORT, *"--turns 2 --spread tail --tokens 4".split(), *ENGINE],
+        [*SHORT, *"--turns 2 --spread tail --tokens 4 --sliding_window 8".split(), *ENGINE],
         [
             "2 turns of 1 to 32 tokens, #M parameters",
             "round 1 +rollout +# tokens/s +LLM.generate +# +ratio #",
-            f"ratio {RATIO}",
+            f"ratio {RATIO}, # s a turn",
+            "prefill apart: # s a turn, of LLM.generate #",
             "idle for #%",
         ],
     ),
