@@ -14,7 +14,9 @@ lengths of turns from an exponential distribution with the mean --tokens, up to 
 
 A turn's seconds are also printed with prefill apart: a step of the engine that computes prompts
 then counts as one that only decodes. --sliding_window: attention of the random model sees only
-that many tokens, so that its cost does not grow with the trajectory.
+that many tokens, so that its cost does not grow with the trajectory. --cpu_seconds counts those
+of this process, for a machine that does other work, too. Give OMP_NUM_THREADS=1 with it, because
+idle threads spin.
 """
 
 import argparse
@@ -89,7 +91,8 @@ def lengths_of_turns(rows: list[dict], options: argparse.Namespace) -> dict:
 class Steps:
     """The seconds of an engine's steps: those that compute prompts, and those that only decode."""
 
-    def __init__(self, core):
+    def __init__(self, core, clock):
+        self.clock = clock
         self.prefill = []
         self.decode = []
         self.has_prompts = False  # whether the next step computes any
@@ -103,10 +106,10 @@ class Steps:
         return self.core_add_request(*args, **named)
 
     def step(self):
-        started = time.perf_counter()
+        started = self.clock()
         outputs = self.core_step()
         kind = self.prefill if self.has_prompts else self.decode
-        kind.append(time.perf_counter() - started)
+        kind.append(self.clock() - started)
         self.has_prompts = False
         return outputs
 
@@ -124,7 +127,8 @@ class Rollouts:
 
     def __init__(self, engine: Engine, options: argparse.Namespace):
         self.engine = engine
-        self.engine_steps = Steps(engine.core)
+        self.clock = time.process_time if options.cpu_seconds else time.perf_counter
+        self.engine_steps = Steps(engine.core, self.clock)
         self.options = options
         self.rows = calculator.load("train")
         self.lengths = lengths_of_turns(self.rows, options)
@@ -151,9 +155,9 @@ class Rollouts:
         self.engine.core.reset_prefix_cache()
         rows = self.rows[:n]
         sampling = FORCED | {"max_tokens": self.options.tokens}
-        started = time.perf_counter()
+        started = self.clock()
         done = rollout(self.run, rows, next(self.steps), self.options.group_size, sampling)
-        seconds = time.perf_counter() - started
+        seconds = self.clock() - started
         n_tokens = done.statistics["tokens"]
         assert n_tokens == sum(map(sum, self.lengths_of(n))) and not done.errors, done.errors
         self.idle = done.metrics(self.engine)["throughput/idle_share"]
@@ -189,14 +193,14 @@ class Rollouts:
             for turn in zip(*self.lengths_of(n), strict=True)
         ]
         n_tokens = 0
-        started = time.perf_counter()
+        started = self.clock()
         for parameters in turns:
             requests = [{"prompt_token_ids": prompt} for prompt in prompts]
             outputs = self.engine.llm.generate(requests, parameters, use_tqdm=False)
             sampled = [list(output.outputs[0].token_ids) for output in outputs]
             n_tokens += sum(map(len, sampled))
             prompts = [a + b + suffix for a, b in zip(prompts, sampled, strict=True)]
-        return n_tokens / (time.perf_counter() - started)
+        return n_tokens / (self.clock() - started)
 
 
 def measure(engine: Engine, policy, options: argparse.Namespace) -> dict:
@@ -251,6 +255,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", help="default: a random model")
     parser.add_argument("--spread", choices=["tail"], help="lengths of turns differ")
     parser.add_argument("--sliding_window", type=int, help="attention of the random model")
+    parser.add_argument("--cpu_seconds", action="store_true", help="not those of the clock")
     parser.add_argument("--engine_args", default="{}", help="as in train.py")
     return parser.parse_args()
 
