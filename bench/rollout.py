@@ -3,6 +3,7 @@
     python bench/rollout.py --rounds 9                  # one turn
     python bench/rollout.py --turns 4 --spread tail     # most turns are short, a few are long
     python bench/rollout.py --turns 160 --prompts 2 --tokens 16 --rounds 3  # long trajectories
+    python bench/rollout.py --turns 160 --prompts 2 --tokens 16 --rounds 3 --sliding_window 128
 
 Both sides have the same engine, prompts and lengths. They take turns in one process after a
 warm-up, and the table has the median of the rounds' ratios. A rollout also renders templates,
@@ -10,6 +11,12 @@ runs a coroutine for each trajectory, decodes, and asks for rewards. With --turn
 user, who takes no time, answers between the turns; `generate` is then called once a turn with
 all prompts, and waits for the longest answer. A rollout waits for none. --spread tail draws the
 lengths of turns from an exponential distribution with the mean --tokens, up to eight times it.
+
+A turn's seconds are also printed with prefill apart: a step of the engine that computes prompts
+then counts as one that only decodes. --sliding_window: attention of the random model sees only
+that many tokens, so that its cost does not grow with the trajectory. --cpu_seconds counts those
+of this process, for a machine that does other work, too. Give OMP_NUM_THREADS=1 with it, because
+idle threads spin.
 """
 
 import argparse
@@ -17,6 +24,7 @@ import itertools
 import random
 import tempfile
 import time
+from statistics import fmean
 from types import SimpleNamespace
 
 import common
@@ -33,14 +41,10 @@ FORCED = {"temperature": 1.0, "ignore_eos": True}
 
 
 class User(Interaction):
-    """A simulated user, who answers until the assistant has had its turns."""
-
-    def __init__(self, turns: int):
-        self.turns = turns
+    """A simulated user, who always answers."""
 
     async def generate_response(self, request_id, messages, **kwargs):
-        turns = sum(message["role"] == "assistant" for message in messages)
-        return turns >= self.turns, ANSWER, None, {}
+        return False, ANSWER, None, {}
 
 
 @register("fixed_turns")
@@ -84,18 +88,54 @@ def lengths_of_turns(rows: list[dict], options: argparse.Namespace) -> dict:
 # ---------------------------------------------------------------- rollouts
 
 
+class Steps:
+    """The seconds of an engine's steps: those that compute prompts, and those that only decode."""
+
+    def __init__(self, core, clock):
+        self.clock = clock
+        self.prefill = []
+        self.decode = []
+        self.has_prompts = False  # whether the next step computes any
+        self.core_step = core.step
+        self.core_add_request = core.add_request
+        core.step = self.step
+        core.add_request = self.add_request
+
+    def add_request(self, *args, **named):
+        self.has_prompts = True
+        return self.core_add_request(*args, **named)
+
+    def step(self):
+        started = self.clock()
+        outputs = self.core_step()
+        kind = self.prefill if self.has_prompts else self.decode
+        kind.append(self.clock() - started)
+        self.has_prompts = False
+        return outputs
+
+    def take_prefill(self) -> float:
+        """Returns how much longer the steps with prompts took than others; forgets all steps."""
+        usual = fmean(self.decode or [0.0])
+        seconds = sum(self.prefill) - len(self.prefill) * usual
+        self.prefill.clear()
+        self.decode.clear()
+        return seconds
+
+
 class Rollouts:
     """Both sides of the comparison: each method returns tokens per second."""
 
     def __init__(self, engine: Engine, options: argparse.Namespace):
         self.engine = engine
+        self.clock = time.process_time if options.cpu_seconds else time.perf_counter
+        self.engine_steps = Steps(engine.core, self.clock)
         self.options = options
         self.rows = calculator.load("train")
         self.lengths = lengths_of_turns(self.rows, options)
         self.tokenizer = AutoTokenizer.from_pretrained(engine.args.model)
         task = SimpleNamespace(
             reward=calculator.reward,
-            INTERACTIONS=[User(options.turns)],
+            INTERACTIONS=[User()],
             lengths=self.lengths,
         )
         self.run = common.surroundings(engine, task, self.tokenizer, engine.args)
@@ -115,9 +155,9 @@ class Rollouts:
         self.engine.core.reset_prefix_cache()
         rows = self.rows[:n]
         sampling = FORCED | {"max_tokens": self.options.tokens}
-        started = time.perf_counter()
+        started = self.clock()
         done = rollout(self.run, rows, next(self.steps), self.options.group_size, sampling)
-        seconds = time.perf_counter() - started
+        seconds = self.clock() - started
         n_tokens = done.statistics["tokens"]
         assert n_tokens == sum(map(sum, self.lengths_of(n))) and not done.errors, done.errors
         self.idle = done.metrics(self.engine)["throughput/idle_share"]
@@ -153,14 +193,14 @@ class Rollouts:
             for turn in zip(*self.lengths_of(n), strict=True)
         ]
         n_tokens = 0
-        started = time.perf_counter()
+        started = self.clock()
         for parameters in turns:
             requests = [{"prompt_token_ids": prompt} for prompt in prompts]
             outputs = self.engine.llm.generate(requests, parameters, use_tqdm=False)
             sampled = [list(output.outputs[0].token_ids) for output in outputs]
             n_tokens += sum(map(len, sampled))
             prompts = [a + b + suffix for a, b in zip(prompts, sampled, strict=True)]
-        return n_tokens / (time.perf_counter() - started)
+        return n_tokens / (self.clock() - started)
 
 
 def measure(engine: Engine, policy, options: argparse.Namespace) -> dict:
@@ -174,26 +214,34 @@ def measure(engine: Engine, policy, options: argparse.Namespace) -> dict:
     print(f"{sizes}, {millions:.2f}M parameters, {policy.model.device.type}")
     tokens_per_turn = sum(map(sum, sides.lengths_of(n))) / options.turns
     seconds = []  # of a turn: a rollout's
+    apart = []  # the same with prefill apart: a rollout's, that of LLM.generate
     ratios = []
     shares = []
     for i in range(options.rounds + 1):
         ours = sides.rollout(n)
         idle = sides.idle
+        prefill = sides.engine_steps.take_prefill() / options.turns
         theirs = sides.generate(n)
+        prefill_alone = sides.engine_steps.take_prefill() / options.turns
         if i:  # after the warm-up
             seconds.append(tokens_per_turn / ours)
+            apart.append((seconds[-1] - prefill, tokens_per_turn / theirs - prefill_alone))
             ratios.append(ours / theirs)
             shares.append(idle)
         speeds = f"rollout {ours:9,.0f} tokens/s   LLM.generate {theirs:9,.0f}"
         print(f"round {i}  {speeds}   ratio {ours / theirs:.3f}", flush=True)
     idle = common.of_rounds(shares)[0]
     turn_s = common.of_rounds(seconds)
+    apart_s, alone_s = (common.of_rounds(side) for side in zip(*apart))
     print(f"ratio {common.spread(ratios)}, {turn_s[0]:.4f} s a turn")
+    print(f"prefill apart: {apart_s[0]:.4f} s a turn, of LLM.generate {alone_s[0]:.4f}")
     print(f"the engine is idle for {idle:.1%} of a rollout")
     return {
         "turns": options.turns,
         "ratio": common.of_rounds(ratios),
         "turn_s": turn_s,
+        "apart_s": apart_s,
+        "generate_apart_s": alone_s,
         "idle": idle,
     }
 
@@ -206,6 +254,8 @@ def parse_options() -> argparse.Namespace:
     parser = common.make_parser(__doc__, **numbers)
     parser.add_argument("--model", help="default: a random model")
     parser.add_argument("--spread", choices=["tail"], help="lengths of turns differ")
+    parser.add_argument("--sliding_window", type=int, help="attention of the random model")
+    parser.add_argument("--cpu_seconds", action="store_true", help="not those of the clock")
     parser.add_argument("--engine_args", default="{}", help="as in train.py")
     return parser.parse_args()
 
@@ -215,12 +265,16 @@ def main() -> None:
     options = parse_options()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        model_folder = options.model or common.random_model(folder, max_position_embeddings=1 << 15)
+        config = {"max_position_embeddings": 1 << 15}
+        if options.sliding_window:  # in all layers
+            config |= {"use_sliding_window": True, "max_window_layers": 0}
+            config["sliding_window"] = options.sliding_window
+        model_folder = options.model or common.random_model(folder, **config)
         args = train.Args(
             model=model_folder,
             dtype="bfloat16" if device.type == "cuda" else "float32",
             agent="fixed_turns",
-            max_assistant_turns=0,
+            max_assistant_turns=options.turns,
             engine_args=options.engine_args,
         )
         _, longest = shortest_and_longest(options)

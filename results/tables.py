@@ -67,12 +67,10 @@ def runs(figure: str, results: Path = RESULTS) -> dict[str, Run]:
     }
 
 
-def spread(middle: float, *ends: float) -> str:
+def spread(middle: float, *ends: float, digits: int = 2) -> str:
     """Returns a median, and the least and the largest value if they are known."""
-    if not ends:
-        return f"{middle:.2f}"
-    least, most = ends
-    return f"{middle:.2f} ({least:.2f} - {most:.2f})"
+    middle, *ends = (f"{value:.{digits}f}" for value in (middle, *ends))
+    return f"{middle} ({' - '.join(ends)})" if ends else middle
 
 
 # ---------------------------------------------------------------- training runs
@@ -380,6 +378,15 @@ def horizon_engine():
         [line] = runs("horizon")[f"turns_{turns}"].lines
         seconds, ratio = line["turn_s"][0], line["ratio"][0]
         yield str(turns), f"{seconds:.3f}", f"{seconds * ratio:.3f}", spread(*line["ratio"])
+
+
+@table
+def horizon_window():
+    yield "turns", "CPU seconds a turn", "prefill apart", "of LLM.generate, prefill apart"
+    for turns in (10, 160):
+        [line] = runs("horizon")[f"window_{turns}"].lines
+        keys = ("turn_s", "apart_s", "generate_apart_s")
+        yield str(turns), *(spread(*line[key], digits=3) for key in keys)
 
 
 def credit(game: str) -> Iterator[tuple]:

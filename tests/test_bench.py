@@ -26,8 +26,8 @@ RUNS = {
         r"\| qwen3_moe \| agrees \| # \| # \|\n\| nothing \| fails: KeyError: 'nothing' \|  \|  \|",
     ),
     "rollout": (
-        [*SHORT, *"--turns 2 --spread tail --tokens 4".split(), *ENGINE],
-        f"^ratio {RATIO}",
+        [*SHORT, *"--turns 2 --spread tail --tokens 4 --sliding_window 8".split(), *ENGINE],
+        "prefill apart: # s a turn, of LLM.generate #",
     ),
     "trl": (
         [*SHORT, *"--model MODEL --tokens 4 --warm_up 1 --prompt_tokens 60 --trl".split(), *ENGINE],
