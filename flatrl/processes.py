@@ -238,6 +238,8 @@ class Background:
 
     A second thread names a task that blocks the loop."""
 
+    has_named_holder = False  # in this process: see `watch`
+
     def __init__(self):
         self.loop = asyncio.new_event_loop()
         self.closed = False
@@ -270,7 +272,6 @@ class Background:
         """Prints the stack of a task that blocks the loop, once each time.
 
         Also that of the first thread that held the interpreter: this one then wakes late."""
-        is_named = False
         while not self.closed:
             turn = threading.Event()
             self.loop.call_soon_threadsafe(turn.set)
@@ -288,8 +289,8 @@ class Background:
             started = time.monotonic()
             time.sleep(0.2)
             late = time.monotonic() - started - 0.2
-            if late > BLOCKED_S and not is_named:
-                is_named = name_holder(before, late)
+            if late > BLOCKED_S and not Background.has_named_holder:
+                Background.has_named_holder = name_holder(before, late)
 
 
 def cpu_of_threads() -> dict[int, float]:

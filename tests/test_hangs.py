@@ -48,6 +48,7 @@ def test_a_task_that_blocks_the_loop_is_named_once_with_its_stack(background, mo
 @pytest.mark.parametrize("where", ["thread", "loop"])
 def test_a_tool_that_holds_the_interpreter_is_named_once(background, monkeypatch, capfd, where):
     monkeypatch.setattr(processes, "BLOCKED_S", 0.05)
+    monkeypatch.setattr(processes.Background, "has_named_holder", False)
 
     def holds():
         sum(range(10**7))  # one call, in C
