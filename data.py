@@ -96,11 +96,13 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
     module = module_from_spec(spec)
     known = {*sys.modules} - {name}
     sys.modules[name] = module  # dataclasses and pickle look the module up by name
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:  # as in `python my_project/task.py`, but after train.py's folder
-        sys.path.insert(1, folder)
-    hidden = [name for name in sorted(OURS) if Path(folder, f"{name}.py").is_file()]
-    hint = f" (rename its {hidden[0]}.py: train.py has a module of this name)" if hidden else ""
+    folder = file.resolve().parent
+    if str(folder) not in sys.path:  # as in `python my_project/task.py`, after train.py's folder
+        sys.path.insert(1, str(folder))
+    hint = ""
+    hidden = [name for name in sorted(OURS) if (folder / f"{name}.py").is_file()]
+    if hidden and folder != Path(__file__).resolve().parent:
+        hint = f" (rename its {hidden[0]}.py: train.py has a module of this name)"
     with refusing(f"--task {path} does not import{hint}", str(file)):
         spec.loader.exec_module(module)
     module.__imported__ = {*sys.modules} - known  # see flatrl/contents.py

@@ -74,6 +74,9 @@ def test_load_task_with_a_module_beside_it(tmp_path, monkeypatch):
     path = write_task(tmp_path, "from losses import score")
     with pytest.raises(BadInput, match=r"import \(rename its losses.py: .*, line 1: ImportError"):
         data.load_task(path)
+    monkeypatch.setattr(data, "__file__", str(tmp_path / "data.py"))  # the task is beside train.py
+    with pytest.raises(BadInput, match="my_task.py does not import, line 1: ImportError"):
+        data.load_task(path)
 
 
 def rows_of(rows, files=None, key="prompt", **task) -> list[dict]:
