@@ -251,7 +251,7 @@ class Background:
     @property
     def cpu_s(self) -> float:
         """The CPU seconds that the loop's thread has used so far."""
-        return time.clock_gettime(time.pthread_getcpuclockid(self.thread.ident))
+        return cpu_of_thread(self.thread)
 
     def submit(self, coroutine: Coroutine) -> Future:
         """Starts a coroutine on the loop."""
@@ -285,7 +285,7 @@ class Background:
                     )
                     traceback.print_stack(sys._current_frames()[self.thread.ident])
                 turn.wait()
-            before = cpu_of_threads()
+            before = cpu_of_user_threads()
             started = time.monotonic()
             time.sleep(0.2)
             late = time.monotonic() - started - 0.2
@@ -293,18 +293,22 @@ class Background:
                 Background.has_named_holder = name_holder(before, late)
 
 
-def cpu_of_threads() -> dict[int, float]:
+def cpu_of_thread(thread: threading.Thread) -> float:
+    """Returns the CPU seconds of a thread that runs. For one that has ended, this may crash."""
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def cpu_of_user_threads() -> dict[int, float]:
     """Returns the CPU seconds of each thread that runs user code, by its ident."""
-    threads = [thread.ident for thread in threading.enumerate() if thread.name == USER_CODE]
-    clock_of = time.pthread_getcpuclockid  # may crash for a thread that ends, as others do
-    return {ident: time.clock_gettime(clock_of(ident)) for ident in threads if ident}
+    threads = [thread for thread in threading.enumerate() if thread.name == USER_CODE]
+    return {thread.ident: cpu_of_thread(thread) for thread in threads if thread.ident}
 
 
 def name_holder(before: dict[int, float], late: float) -> bool:
     """Prints the stack of the thread that computed while no other ran, and returns whether it did.
 
-    before: what `cpu_of_threads` returned `late` seconds ago."""
-    used = {ident: now - before.get(ident, 0.0) for ident, now in cpu_of_threads().items()}
+    before: what `cpu_of_user_threads` returned `late` seconds ago."""
+    used = {ident: now - before.get(ident, 0.0) for ident, now in cpu_of_user_threads().items()}
     ident = max(used, key=used.get)
     if used[ident] < late / 5:  # the trainer held it, or the process was stopped
         return False

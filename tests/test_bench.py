@@ -26,7 +26,11 @@ RUNS = {
         r"\| qwen3_moe \| agrees \| # \| # \|\n\| nothing \| fails: KeyError: 'nothing' \|  \|  \|",
     ),
     "rollout": (
-        [*SHORT, *"--turns 2 --spread tail --tokens 4 --sliding_window 8".split(), *ENGINE],
+        [
+            *SHORT,
+            *"--turns 2 --spread tail --tokens 4 --sliding_window 8 --cpu_seconds".split(),
+            *ENGINE,
+        ],
         "prefill apart: # s a turn, of LLM.generate #",
     ),
     "trl": (
