@@ -93,3 +93,6 @@ def test_credit_is_compared_with_values_known_by_hand(monkeypatch, tmp_path, reg
     assert exact["correlation"] > returns["correlation"] > grpo["correlation"] > 0.4
     assert exact["bias"] < 0.02 and returns["bias"] < 0.02
     assert rows["drgrpo", 0]["bias"] < 0.03  # its baseline is wrong in most states, which is noise
+    error = exact["bias"] ** 2 + exact["noise"] ** 2
+    explained = exact["truth"] ** 2 / (exact["truth"] ** 2 + error)
+    assert exact["correlation"] ** 2 == pytest.approx(explained, abs=0.02)

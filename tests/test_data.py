@@ -396,6 +396,22 @@ def test_where_rewards_fall(mask, turn_rewards, reward, expected):
     assert data.by_unit([output]).rewards.tolist() == [total] == [total_reward(output)]
 
 
+masks = st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=5)
+
+
+@given(masks, st.randoms(use_true_random=False))
+def test_select_is_collate_of_some_outputs(masks, random):
+    outputs = [make_output([b + 1] * random.randint(1, 5), mask) for b, mask in enumerate(masks)]
+    rows = random.sample(range(len(masks)), random.randint(1, len(masks)))
+    batch = data.collate(outputs) | {"name": torch.arange(len(masks)), "rows": [*range(len(masks))]}
+    selected = data.select_rows(batch, rows)
+    assert selected.pop("name").tolist() == selected.pop("rows") == rows
+    expected = data.collate([outputs[row] for row in rows])
+    assert set(selected) == set(expected)
+    for name, column in expected.items():
+        close(selected[name], column, rtol=0, atol=0)
+
+
 def batch_of(prompts: list[list[int]], responses: list[list[int]]) -> dict:
     """A batch of such sequences, in which every response token is sampled."""
     outputs = []

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
-from conftest import HANGS, REPO, output_of
+from conftest import HANGS, REPO, output_of, time_passes
 from test_agent_loop import said_by
 from test_example_outputs import play as play_all
 
-from agent_loop import BadInput
+from agent_loop import BadInput, in_time
 from data import filter_overlong, load_rows, load_task
 from examples import calculator, environments
 from examples.tiny_models import PIECES
@@ -303,6 +303,22 @@ def test_a_judge_that_fails_twice_costs_the_trajectory(judge):
     assert reward["grade"] == 9 and len(judge.requests) == 2
     with pytest.raises(openai.APIStatusError):
         asyncio.run(judge.task.reward(conversation("Hi", "Ho"), {}))
+
+
+def test_a_rewards_deadline_does_not_run_while_it_waits_for_its_turn(judge, monkeypatch):
+    async def one():
+        _, requests = judge.task.judge_of(asyncio.get_running_loop())
+        async with requests:  # of another reward
+            grading = in_time("a reward", HANGS, judge.task.reward(conversation("Hi", "Ho"), {}))
+            waiting = asyncio.create_task(grading)
+            await asyncio.sleep(0.1)
+            time_passes(2 * HANGS)
+            await asyncio.sleep(0.1)
+        return await waiting
+
+    judge.replies = ["Grade: 9"]
+    monkeypatch.setattr(judge.task, "IN_FLIGHT", 1)
+    assert asyncio.run(one())["grade"] == 9
 
 
 @pytest.mark.parametrize("reply, grade", [

@@ -17,7 +17,7 @@ from conftest import HANGS, for_ever, generate, make_run, output_of, stepped, ti
 from transformers import AutoModelForCausalLM
 
 import data
-from agent_loop import AgentLoopBase, register
+from agent_loop import RESPONSE_LISTS, AgentLoopBase, register
 from flatrl.compact import compact
 from flatrl.log import Log
 from flatrl.metrics import describe
@@ -303,9 +303,18 @@ def test_kept_outputs_are_compact_and_act_like_lists():
     output = output_of([1, 0, 1], ids=[300, 2**17, 7], version=3)
     kept = copy.deepcopy(pickle.loads(pickle.dumps(compact(copy.deepcopy(output)))))
     assert vars(kept) == vars(output) and vars(output) == vars(kept)
+    assert kept.response_mask != [1, 0] and kept.response_ids != output.response_mask
+    assert {name: getattr(kept, name).itemsize for name in RESPONSE_LISTS} == {
+        "response_ids": 4,
+        "response_mask": 1,
+        "response_logprobs": 8,
+        "response_versions": 4,
+    }
     for one, other in ((output, kept), (kept, output), (kept, kept)):
         assert one.prompt_ids + other.response_ids == [1, 2, 300, 2**17, 7]
-    assert type(kept.response_ids[1:]) is list
+    assert type(kept.response_ids[1:]) is list and kept.response_ids[1:] == [2**17, 7]
+    left, right = data.collate([output]), data.collate([kept])
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
 def test_the_share_of_the_agent_loops_python_is_logged(play, engine):

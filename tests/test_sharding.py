@@ -1,60 +1,28 @@
-"""FSDP2 and the weight sync: sharded training is the same, and the engine has its weights.
+"""FSDP2 and the weight sync: sharded training is the same, and the engine has its weights."""
 
-As a script it is a rank of on_two_ranks: test_sharding.py gradients | tp OUT MODEL..."""
-
-import dataclasses
 import shutil
-import sys
 import types
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from conftest import KEPT, REPO, SMALL_CACHE, TINY, generate, metrics_of, run
-from fixed_batch import batch_of, check_gradients, gradients
+from conftest import REPO, TINY, metrics_of, run
+from fixed_batch import check_gradients, gradients
+from sharding_worker import CASES
 from test_rollout import hf_model
 from test_train import safetensors
-from torch.distributed.tensor import DTensor
 
-import data
-import rollout
 import train
 from agent_loop import BadInput
-from flatrl import devices, processes, vllm_engine
+from flatrl import devices
 from train import Args
 
 
 def on_two_ranks(what: str, out: Path, cache: Path, *models: str) -> dict:
-    run(what, out, *models, script="tests/test_sharding.py", by="ranks", cache=cache)
+    run(what, out, *models, script="tests/sharding_worker.py", by="ranks", cache=cache)
     return torch.load(out, weights_only=False)
-
-
-# Tokens in a micro-batch, of which some ranks need fillers; how losses are aggregated; flags.
-CASES = {
-    "ppo": (60, "token-mean", {}),
-    "gspo": (130, "seq-mean-token-mean", {"policy_loss": "gspo", "observation_coef": 0.3}),
-    "gmpo": (
-        60, "seq-mean-token-sum-norm", {"policy_loss": "gmpo", "demonstrated": range(0, 19, 5)}
-    ),
-    "top4": (60, "token-sum", {"kl_kind": "top4"}),
-    "sharded": (60, "token-mean", {"shard": True}),
-    "observed": (130, "token-mean", {"shard": True, "observation_coef": 0.3}),
-    "clipped": (130, "token-mean", {"shard": True, "max_grad_norm": 0.5}),
-    "checkpointing": (60, "token-mean", {"shard": True, "gradient_checkpointing": True}),
-}
-
-
-def compare_gradients(accelerator, tied: str, untied: str) -> dict:
-    found = {}
-    for model, names in ((tied, CASES), (untied, ["observed"])):
-        for name in names:
-            tokens, loss_agg, flags = CASES[name]
-            found[model, name] = gradients(accelerator, model, tokens, loss_agg, **flags)
-    return found
 
 
 def test_gradient_does_not_depend_on_micro_batches_ranks_or_sharding(
@@ -121,59 +89,15 @@ def test_a_plain_run_resumes_a_sharded_one(cache, tmp_path):
         torch.testing.assert_close(tensor, weights[name], atol=5e-5, rtol=0)
 
 
-def n_whole(policy: train.Policy) -> int:
-    """Elements of the parameters that are not sharded at this moment."""
-    return sum(p.numel() for p in policy.parameters() if not isinstance(p, DTensor))
-
-
-def test_a_sharded_policy_stays_sharded_while_the_engine_gets_its_weights(
-    engine, args, tiny_model, process_group
-):
-    data.register_packed_attention()
-    args = dataclasses.replace(args, shard=True)
-    policy = train.Policy(args)
-    model = hf_model(tiny_model, 1.5)
-    policy.model.load_state_dict(model.state_dict())
-    devices.shard(policy, args, torch.device("cpu"))
-    assert max(n_whole(policy) for _ in train.named_weights(policy)) == 0
-    train.sync(engine, policy, 1)
-    assert n_whole(policy) == 0
-    (parts,) = engine.llm.apply_model(vllm_engine.fused_parts)
-    held = {name: x for inside in parts.values() for name, x in inside.items()}
-    for name, weight in model.named_parameters():
-        assert torch.equal(held.pop(name)[: len(weight)], weight)  # it pads the vocabulary
-    assert not held
-    train.score_tokens(policy, batch_of(6), args)
-    assert n_whole(policy) == 0
-
-
-def compare_tp(accelerator, model: str) -> dict:
-    """An engine over both ranks: a call of it is given up half-way, and one refused."""
-    args = Args(
-        model=model,
-        dtype="float32",
-        max_model_len=128,
-        max_prompt_tokens=64,
-        tp=2,
-        engine_args=SMALL_CACHE,
-    )
-    engine, background = rollout.Engine(model, args, accelerator.device), processes.Background()
-    KEPT.append(engine)
-    found = {}
-    train.sync(engine, train.Policy(args), 1)
-    if engine.leader:
-        call = engine.generate(request_id="lost", prompt_ids=[5], sampling_params={})
-        lost = background.submit(call)
-        while not engine.running:
-            engine.step()
-        lost.cancel()
-        (refused,) = generate(engine, background, [[3] * 200])
-        found["refused"] = repr(refused)
-        engine.end_phase()
-    else:
-        engine.follow()
-    found["unfinished"] = processes.all_gather(engine.core.has_unfinished_requests())
-    return found
+def test_sync_from_a_sharded_policy(tiny_model, untied_model, cache, tmp_path):
+    found = on_two_ranks("sync", tmp_path / "out", cache, tiny_model, untied_model)
+    assert len(found) == 3
+    for (model, dtype), result in found.items():
+        names = {name for name, _ in hf_model(model).named_parameters()}
+        assert result["wrong"] == [] and result["names"] == names
+        assert result["dtypes"] == {getattr(torch, dtype)}
+        # The policy's own parameters stay sharded.
+        assert result["most"] == result["left"] == result["left after scoring"] == 0
 
 
 def test_followers_hear_of_calls_that_are_refused_or_given_up(tiny_model, cache, tmp_path):
@@ -228,15 +152,3 @@ def test_a_start_that_fails_is_one_line(variables, said, monkeypatch):
     with pytest.raises(BadInput, match=said) as error:
         devices.start_processes(Args())
     assert "\n" not in str(error.value)
-
-
-if __name__ == "__main__":
-    what, out, *models = sys.argv[1:]
-    accelerator, _ = devices.start_processes(Args())
-    data.register_packed_attention()
-    results = {"gradients": compare_gradients, "tp": compare_tp}[what](accelerator, *models)
-    if dist.get_rank() == 0:
-        torch.save(results, out)
-    dist.barrier()
-    for engine in KEPT:
-        engine.close()

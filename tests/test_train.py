@@ -335,7 +335,7 @@ def test_the_second_interrupt_ends_at_once(cache, tmp_path):
 
 
 def test_gradient_checkpointing_recomputes(tiny_model, process_group):
-    """It changes no gradient: see CASES of test_sharding.py."""
+    """It changes no gradient: see CASES of sharding_worker.py."""
     data.register_packed_attention()
     args = Args(model=tiny_model, gradient_checkpointing=True)
     learner = train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
