@@ -968,16 +968,16 @@ def finish(run: Run):
     put_to_sleep(run)
     saved = args.rollout_only or checkpoints.save_checkpoint(run)
     final = run.folder / "final"
+    best = checkpoints.best_checkpoint(run.folder)
     if args.rollout_only:
         say(f"{run.done} steps of rollouts are in {run.folder / 'rollouts'}")
     elif run.done < args.num_steps:
         say(f"stopped after step {run.done}")
     elif run.done and checkpoints.save_policy(run, final):  # --num_steps 0 only evaluates
-        best = checkpoints.best_checkpoint(run.folder)
         which = "best" if run.rows["val"] else "latest"
         say(f"the trained policy is in {final}, the {which} saved checkpoint is {best}")
         saved = True
-    say(notices.summary(args, run.done))
+    say(notices.summary(args, run.done, best))
     close(run)
     need(saved, "nothing of the last steps could be saved")
     if run.stop.requested:  # all is saved, but a run that was stopped must not return 0

@@ -245,10 +245,23 @@ def why_nothing(outputs: list[AgentLoopOutput]) -> str:
 # ---------------------------------------------------------------- the end
 
 
-def summary(args, steps_done: int) -> str:
+def unless_saved(best: int, rewards: dict[int, float], checkpoint: Path) -> str:
+    """Returns a remark if the best evaluation's step was not saved, else "".
+
+    rewards: of all evaluations, by step; checkpoint: the best saved one."""
+    step = int(checkpoint.name.removeprefix("step_"))
+    if step == best:
+        return ""
+    if step not in rewards:  # no saved step was evaluated, and this is the latest
+        return " (not saved)"
+    return f" (not saved; the best saved checkpoint is {checkpoint.name}, {rewards[step]:.3f})"
+
+
+def summary(args, steps_done: int, checkpoint: Path | None = None) -> str:
     """Returns the lines with a run's rewards, and how to evaluate, use and resume it.
 
-    There is a line only for what can be done. steps_done: the steps of this run so far."""
+    There is a line only for what can be done. steps_done: the steps of this run so far.
+    checkpoint: the best saved one, if there is any."""
     folder = Path(args.output_dir)
     lines = []
     for title, name in ("reward", "reward/mean"), ("eval reward", "eval/reward"):
@@ -260,6 +273,8 @@ def summary(args, steps_done: int) -> str:
             best = max(rewards, key=rewards.get)
             last = rewards[max(rewards)]
             lines[-1] += f" -> {last:.3f}, best {rewards[best]:.3f} at step {best}"
+            if name == "eval/reward" and checkpoint:
+                lines[-1] += unless_saved(best, rewards, checkpoint)
     lines.append(f"report: {folder / 'report.html'}")
     final = folder / "final"
     again = "the same command, with"

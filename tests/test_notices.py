@@ -183,11 +183,15 @@ def test_the_summary_tells_how_it_went_and_what_to_do_next(tmp_path):
     ]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "checkpoints/step_000002").mkdir(parents=True)
-    said = notices.summary(args, 2)
+    saved = tmp_path / "checkpoints/step_000002"
+    saved.mkdir(parents=True)
+    said = notices.summary(args, 2, saved)
     assert "\nreward 0.500 -> 0.625, best 0.750 at step 2\n" in f"\n{said}"
     assert "\neval reward 0.250 -> 1.000, best 1.000 at step 2\n" in said
     assert said.endswith(" --resume") and "--model" not in said
+    for step, remark in (0, "; the best saved checkpoint is step_000000, 0.250"), (1, ""):
+        said = notices.summary(args, 2, saved.with_name(f"step_00000{step}"))
+        assert f", best 1.000 at step 2 (not saved{remark})\n" in said
     (tmp_path / "final").mkdir()
     said = notices.summary(args, 4)
     assert f"--num_steps 0 --model {tmp_path}/final --output_dir {tmp_path}-eval\n" in said
