@@ -71,6 +71,11 @@ HEADINGS = {
     "eval_every": "evaluation, checkpoints, log",
     "agent": "agent loops",
 }
+# The last lines of --help.
+EXAMPLES = """\
+examples:
+  accelerate launch train.py      # the default task
+  accelerate launch train.py --task my_task.py --model Qwen/Qwen2.5-0.5B-Instruct"""
 # The settings of LoopArgs that have a flag of their own. --agent_args sets the others.
 LOOP_FLAGS = [
     "agent", "max_response_tokens", "max_model_len", "max_assistant_turns",
@@ -430,8 +435,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     return parse_flags(
         Args, argv, HEADINGS, LOOP_SETTINGS, defaults,
         usage="accelerate launch train.py [--FLAG VALUE ...]",
-        description="Trains a language model by reinforcement learning on the multi-turn task "
-        "of a Python file.")
+        description="Trains a language model by reinforcement learning on the multi-turn task\n"
+        "of a Python file.",
+        epilog=EXAMPLES)
 
 
 def _json_object(name: str, text: str) -> dict:

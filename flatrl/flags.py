@@ -60,10 +60,11 @@ def parse_flags(
     headings: {first flag of a group: the group's heading in --help}.
     hidden: fields that have no flag of their own.
     shown_defaults: the default to show in --help where it depends on another flag.
-    texts: usage and description for argparse.
+    texts: usage, description and epilog for argparse, which prints their lines as they are.
     Raises BadInput for a flag that is unknown, abbreviated or mistyped."""
     # Not transformers' HfArgumentParser: importing it takes a third of the time to --help.
-    parser = Parser(allow_abbrev=False, **texts)
+    as_is = argparse.RawDescriptionHelpFormatter
+    parser = Parser(allow_abbrev=False, formatter_class=as_is, **texts)
     names = []
     group = parser
     # The class's own fields come first, then those that it inherits.

@@ -4,6 +4,7 @@ the terminal. Only the main rank writes."""
 import contextlib
 import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,6 +80,7 @@ class Log:
             "git": git_hash(),
             "versions": versions(),
             "command": sys.argv,
+            "processes": int(os.environ.get("WORLD_SIZE", 1)),
         }
         if not args.resume:  # otherwise `checkpoints.resume` does: until then the start may fail
             self.write_about()  # first, because it marks the folder as a run's own
@@ -93,8 +95,8 @@ class Log:
         self.notices = notices.Notices(self, self.about, rows)
 
     def write_about(self):
-        """Writes args.json: flags, contents, commit, versions and command."""
-        write_whole(self.folder / "args.json", json.dumps(self.about, indent=2))
+        """Writes args.json: flags, contents, commit, versions, command and processes."""
+        write_whole(self.folder / "args.json", f"{json.dumps(self.about, indent=2)}\n")
 
     @or_warn(Exception)
     def metrics(self, metrics: dict, *learned):

@@ -28,13 +28,17 @@ def an_output(**changes) -> AgentLoopOutput:
     return output_of([1, 0], ids=[7, 8], version=4, logprob=-0.5, **changes)
 
 
-def test_args_versions_and_the_commit_are_kept(args, tmp_path):
+def test_args_versions_and_the_commit_are_kept(args, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     Log(args, None, 0, {"the training rows": "3 rows"})
-    about = json.loads((tmp_path / "run/args.json").read_text())
+    text = (tmp_path / "run/args.json").read_text()
+    about = json.loads(text)
+    assert text.endswith("}\n")
     assert {"torch", "transformers", "numpy"} <= set(about.pop("versions"))
     about.pop("git")  # "" where there is none
     contents = {"the training rows": "3 rows"}
-    assert about == {"args": vars(args), "contents": contents, "command": sys.argv}
+    launched = {"command": sys.argv, "processes": 2}
+    assert about == {"args": vars(args), "contents": contents} | launched
 
 
 def test_lines_are_printed_although_a_tool_has_redirected_stdout(args, capsys, monkeypatch):

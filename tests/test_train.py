@@ -548,6 +548,14 @@ def test_command_line_shows_one_line_and_exits_with_2(cache, tmp_path):
     assert last.endswith(f"{task}, line 18: ZeroDivisionError: division by zero")
 
 
+def test_help_ends_with_two_commands(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    *_, default, own = map(str.split, capsys.readouterr().out.splitlines())
+    assert default[:4] == [*own[:3], "#"] == ["accelerate", "launch", "train.py", "#"]
+    assert parse_args(own[3:]).task == "my_task.py"
+
+
 def test_help_and_a_wrong_flag_do_not_wait_for_slow_imports():
     slow = ("vllm", "torch._dynamo", "torch.distributed.tensor", "transformers")
     code = f"import sys, train; train.parse_args([]); print({{*{slow}}} & sys.modules.keys())"
