@@ -9,15 +9,19 @@
     policy> <answer>1776</answer>
 
 You take the place of the simulated user. The task's SYSTEM_PROMPT and TOOLS are used, its
-INTERACTIONS are not; the default --task is the calculator. /new starts another conversation, Ctrl-D
-or /quit ends the program. All flags of train.py work. The policy samples as in an evaluation, by
-default greedily. A conversation ends when --max_response_tokens or --max_model_len are used up."""
+INTERACTIONS are not; the default --task is the calculator. A question of the task is shown first.
+/new starts another conversation, Ctrl-D or /quit ends the program. All flags of
+train.py work. The policy samples as in an evaluation, by default greedily. A conversation ends when
+--max_response_tokens or --max_model_len are used up."""
 
+import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
 import data  # noqa: E402
 from agent_loop import (  # noqa: E402
@@ -28,7 +32,7 @@ from agent_loop import (  # noqa: E402
     ToolAgentLoop,
     in_thread,
 )
-from flatrl import devices, models
+from flatrl import devices, models, terminal
 from flatrl.vision import Vision
 
 
@@ -119,6 +123,16 @@ def talk(engine, background, *arguments) -> list[AgentLoopOutput]:
     return future.result()
 
 
+def example(task, args) -> str:
+    """Returns the question of the first validation row, or "" if there is none in words."""
+    with contextlib.suppress(BadInput):  # to talk, no rows are needed
+        rows = data.load_rows(task, "val", args.val_files, args.prompt_key, args.image_key)
+        content = rows[0]["prompt"][-1]["content"] if rows and rows[0]["prompt"] else ""
+        if isinstance(content, str):
+            return " ".join(content.split())
+    return ""
+
+
 def read_arguments(argv: list[str]):
     """Returns train.py's flags for a conversation. Raises BadInput for wrong ones."""
     if not argv or argv[0].startswith("-"):
@@ -136,6 +150,7 @@ def read_arguments(argv: list[str]):
 
 def main(argv: list[str]) -> None:
     """Loads the model and the task, and talks. Raises BadInput for wrong arguments."""
+    terminal.quiet_libraries()
     args = read_arguments(argv)
     import train
     from flatrl.processes import Background
@@ -157,6 +172,9 @@ def main(argv: list[str]) -> None:
     train.sync(engine, policy, 0)
     background = Background()
     print("/new begins another conversation, Ctrl-D ends")
+    question = example(task, args)
+    if question:
+        print(f"ask, for example: {question}")
     try:
         talk(engine, background, tokenizer, processor, task, args)
     finally:

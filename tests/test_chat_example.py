@@ -2,6 +2,7 @@
 
 import asyncio
 import builtins
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -48,6 +49,18 @@ def test_on_the_real_engine(engine, background, tokenizer, tiny_model, args, mon
     assert "user\nWhat is 1+1?" in tokenizer.decode(output.prompt_ids)
     assert set(output.response_versions) == {0}
     assert "policy> " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rows, question", [
+    ([{"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1\n+ 1?"}]}],
+     "1 + 1?"),
+    ([{"prompt": []}], ""),  # a simulated user speaks first
+    ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": ["a.png"]}], ""),
+    ([], ""),
+    (None, ""),  # load fails
+])  # fmt: skip
+def test_what_to_ask(rows, question):
+    assert chat.example(SimpleNamespace(load=lambda split: rows), Args()) == question
 
 
 def test_arguments(tmp_path, monkeypatch):
