@@ -123,6 +123,7 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
     units: data.by_unit of the outputs; rows: the validation rows. Besides eval/reward,
     eval/response_length and eval/num_turns these are:
 
+        eval/trajectories    the rollouts that have a reward: those of the means
         eval/<data_source>/reward   with several data sources
         eval/<unit>/reward          with named units
         eval/reward_stderr   the standard error of the mean over rows (rollouts of one row are
@@ -134,7 +135,7 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
     rewards = units.rewards.tolist()
     prompts = units.prompts.tolist()
     statistics = describe(outputs, units)
-    result = {}
+    result = {"eval/trajectories": int(statistics["rollout/trajectories"])}
     for name in ("reward", "response_length", "num_turns"):
         result[f"eval/{name}"] = statistics[f"{name}/mean"]
     for name in set(units.names):

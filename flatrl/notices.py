@@ -81,6 +81,8 @@ class Notices:
         several steps in a row taught nothing, the first one is reported."""
         step = metrics["step"]
         log = self.log
+        for line in missing(metrics):
+            log.say(line)
         trained = rollouts.trained if batch else []
         self.report.step(step, trained, batch)
         if self.tracker:
@@ -224,6 +226,26 @@ def whole_text(output: AgentLoopOutput, tokenizer) -> str:
     return f"{line}{line}\n{text}\n{line} {end} {line}"
 
 
+def missing(metrics: dict) -> list[str]:
+    """Returns a line for the rollouts that no mean of a step counts, and one for its evaluation."""
+    step = metrics["step"]
+    lines = []
+    n = metrics.get("rollout/failed_agent_loop", 0) + metrics.get("rollout/failed_reward", 0)
+    if n:
+        lines.append(f"{n} rollouts of step {step} failed, and its means do not count them")
+    if metrics.get("eval/failed"):
+        lines.append(missing_of_eval(step, metrics["eval/failed"], metrics["eval/trajectories"]))
+    return lines
+
+
+def missing_of_eval(step: int, n_failed: int, n_counted: int) -> str:
+    """Returns a line for the rollouts that the mean of an evaluation does not count."""
+    return (
+        f"{n_failed} of {n_failed + n_counted} rollouts of the evaluation at step {step} failed or "
+        "were skipped, and its mean does not count them"
+    )
+
+
 def why_nothing(outputs: list[AgentLoopOutput]) -> str:
     """Returns what the outputs of a step that taught nothing have in common."""
     n = len(outputs)
@@ -275,6 +297,14 @@ def summary(args, steps_done: int, checkpoint: Path | None = None) -> str:
             lines[-1] += f" -> {last:.3f}, best {rewards[best]:.3f} at step {best}"
             if name == "eval/reward" and checkpoint:
                 lines[-1] += unless_saved(best, rewards, checkpoint)
+    rewards = logged(folder, "eval/reward")
+    failed = logged(folder, "eval/failed")
+    counted = logged(folder, "eval/trajectories")
+    if rewards:
+        shown = {max(rewards, key=rewards.get), max(rewards)}  # the best and the last
+        for step in sorted(shown & counted.keys()):
+            if failed[step]:
+                lines.append(missing_of_eval(step, failed[step], counted[step]))
     lines.append(f"report: {folder / 'report.html'}")
     final = folder / "final"
     again = "the same command, with"
@@ -289,7 +319,6 @@ def summary(args, steps_done: int, checkpoint: Path | None = None) -> str:
             lines.append(f"continue: {again} --resume")
         elif args.lr_schedule == "constant":
             lines.append(f"more steps: {again} --resume --num_steps {2 * args.num_steps}")
-            rewards = logged(folder, "eval/reward")
             if args.is_reached_by({"eval/reward": rewards.get(steps_done, -math.inf)}):
                 lines[-1] += " and without --stop_at_reward"
     return "\n".join(lines)

@@ -144,6 +144,7 @@ def test_an_evaluation_of_several_samples_a_row():
         assert got[f"eval/pass@{j}"] == pytest.approx(statistics.fmean(chances), abs=1e-12)
     assert "eval/pass@5" not in got
     assert got["eval/reward"] == pytest.approx((3.5 + 0 + 1.99 + 4) / 15)
+    assert got["eval/trajectories"] == 15
     assert got["eval/gsm8k/reward"] == pytest.approx((3.5 + 1.99) / 7)
     assert got["eval/math/reward"] == 0.5
     of_rows = [3.5 / 4, 0, 1.99 / 3, 1]

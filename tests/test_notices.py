@@ -173,6 +173,27 @@ def test_distillation_by_the_loss_teaches_without_advantages(reward_coef, n_warn
     assert sum("taught nothing" in text for text in log.said) == n_warnings
 
 
+def test_rollouts_that_failed_are_counted_below_the_table_and_at_the_end(log):
+    failed = {"rollout/failed_agent_loop": 2, "rollout/failed_reward": 3, "eval/failed": 73}
+    found = notices_of(log)
+    found.step({"step": 3, "eval/trajectories": 100} | dict.fromkeys(failed, 0))
+    assert log.said == []
+    found.step({"step": 2, "eval/trajectories": 27} | failed)
+    assert log.said[0].startswith("5 rollouts of step 2 failed")
+    said = "73 of 100 rollouts of the evaluation at step {} failed or were skipped"
+    assert log.said[1].startswith(said.format(2)) and len(log.said) == 2
+
+    rows = []
+    for step, (reward, n) in enumerate([(0.5, 73), (1.0, 73), (0.7, 73), (0.9, 0), (0.8, 73)]):
+        counts = {"eval/failed": n, "eval/trajectories": 100 - n}
+        rows.append({"step": step, "eval/reward": reward} | counts)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (log.folder / "metrics.jsonl").write_text(text)
+    summary = notices.summary(Args(output_dir=str(log.folder)), 4)
+    named = [step for step in range(5) if said.format(step) in summary]
+    assert named == [1, 4]  # the best and the last
+
+
 def test_the_summary_tells_how_it_went_and_what_to_do_next(tmp_path):
     args = Args(output_dir=str(tmp_path), num_steps=4)
     rows = [
