@@ -58,6 +58,7 @@ from agent_loop import (
     numeric_entries,
 )
 from flatrl.bad_input import (
+    BadReward,
     NothingLeft,
     check_ids,
     check_numbers,
@@ -948,6 +949,7 @@ class Grade:
 
     fields: Sequence[dict] = ()  # for each output, the values of the fields REWARD_FIELDS
     error: dict | None = None  # if the reward failed: an entry of Rollouts.errors
+    ends_run: bool = False  # whether that is a BadReward
 
 
 async def grade_rollout(context: Context, outputs: list[AgentLoopOutput], row: dict) -> list[dict]:
@@ -976,7 +978,8 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
       - if an earlier output of a unit has another reward, which would be ignored,
       - if a unit is in two groups,
       - for rewards and metrics that can't be placed or logged,
-    and RuntimeError if a reward function uses signals (flatrl/signals.py)."""
+    BadReward if the task's function returns what is no number at all, and RuntimeError if it uses
+    signals (flatrl/signals.py)."""
     units = defaultdict(list)
     for output in outputs:
         units[output.unit].append(output)
@@ -998,6 +1001,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
         if reward is None:
             with refusing_signals():
                 reward = await call(task.reward, last, row)
+            _need_number(reward, row)
         for output in outputs_of_unit:
             output.reward = _checked_reward(reward)
 
@@ -1013,6 +1017,21 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
 
 
 score = set_rewards  # its former name: other projects import it
+
+
+def _need_number(reward, row):
+    """Raises BadReward unless a task's reward is a number, or a dict with one under "score".
+
+    NaN passes: a number that is not finite costs its rollout only."""
+    score = reward.get("score") if isinstance(reward, dict) else reward
+    with suppress(Exception):  # a tensor, for example, raises its own
+        if not isinstance(score, str | bytes):
+            float(score)
+            return
+    raise BadReward(
+        f"reward returned {reward!r:.80} for the row with index {row.get('index')}: return a "
+        'number (0 for a wrong answer), or a dict with one under "score"'
+    )
 
 
 def _checked_reward(reward):
@@ -1210,10 +1229,10 @@ class Pool:
                 self._start_grader(group, member, outputs)
             else:
                 group.skipped += 1
-        except BaseException:  # including a CancelledError that the agent itself caused
+        except BaseException as error:  # a CancelledError, too, that the agent itself caused
             if self.future.cancelled():
                 raise
-            group.errors.append(self._failure("failed_agent_loop", member))
+            group.errors.append(self._failure("failed_agent_loop", member, error))
         finally:
             self.engine.leave(member.name)
             self.free_slots.release()
@@ -1242,15 +1261,19 @@ class Pool:
 
     async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> Grade:
         """Returns the result of `grade_rollout`, or the failure if it raised."""
+        # To blame for an error that is not raised in the user's code: the loop, if it set a reward.
+        is_the_tasks = all(output.reward is None for output in outputs)
+        function = self.context.task.reward if is_the_tasks else None
         try:
             row = copy_containers(self.row_of(member.prompt))
             if "images" in row:  # a grader may draw on them
                 row["images"] = deepcopy(row["images"])
             return Grade(await grade_rollout(self.context, outputs, row))
-        except BaseException:
+        except BaseException as error:
             if self.future.cancelled():
                 raise
-            return Grade(error=self._failure("failed_reward", member))
+            failure = self._failure("failed_reward", member, error, function)
+            return Grade(error=failure, ends_run=isinstance(error, BadReward))
 
     async def _has_no_signal(self, group: PromptGroup) -> bool:
         """Returns whether all members have the same outcome, so that nothing can be learned (DAPO,
@@ -1267,11 +1290,13 @@ class Pool:
         values = units.outcomes if units.outcomes.any() else units.rewards
         return not data.groups_with_signal(units, values)
 
-    def _failure(self, kind: str, member: Member) -> dict:
-        """Returns the current exception as an entry of Rollouts.errors.
+    def _failure(
+        self, kind: str, member: Member, error: BaseException, function: Callable | None = None
+    ) -> dict:
+        """Returns an exception as an entry of Rollouts.errors (see `describe_error`).
 
         Prints the first of a kind."""
-        error = describe_error()
+        error = describe_error(error, function)
         if kind not in self.printed:
             self.printed.add(kind)
             where = f"{self.title}, prompt {member.prompt}, sample {member.sample}"
@@ -1477,8 +1502,8 @@ def _with_rewards(outputs: list[AgentLoopOutput], grades: dict) -> list[AgentLoo
 def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
     """Waits for the graders of all ranks, and writes the rewards to the outputs.
 
-    A rollout whose reward failed is dropped and counted. Raises Stopped, and NothingLeft if nothing
-    is left."""
+    A rollout whose reward failed is dropped and counted. Raises Stopped, BadReward if the task's
+    reward returned what is none, and NothingLeft if nothing is left."""
     future = background.submit(_await_graders(rollouts.graders))
     while not future.done() and not stop.requested:
         wait([future], timeout=0.2)
@@ -1489,6 +1514,9 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
         grades |= grades_of_rank
     rollouts.outputs = _with_rewards(rollouts.outputs, grades)
     rollouts.errors += [grade.error for grade in grades.values() if grade.error]
+    for _, grade in sorted(grades.items()):  # the same one on all ranks
+        if grade.ends_run:
+            raise BadReward(grade.error["error"].splitlines()[0])
     rollouts.sort()
     rollouts.require(rollouts.trained, "no rollout has a reward")
 
@@ -1501,7 +1529,8 @@ def rollout(
     Evaluations use it. The rollouts are the only batch of a pool of their own. All ranks pass the
     same rows and get the same result. The engine must be awake, and no other pool running. A
     rollout whose agent loop or reward raises is dropped and counted, and so is one whose loop
-    returns []. Raises Stopped, and NothingLeft if nothing was sampled or nothing has a reward."""
+    returns []. Raises Stopped, BadReward as `wait_for_rewards` does, and NothingLeft if nothing was
+    sampled or nothing has a reward."""
     pool = _pool_of(
         run,
         kind=kind,

@@ -55,6 +55,8 @@ def reward(output, row: dict) -> float:
         return 0.5
     if ZOO_TASK == "nan":
         return float("nan")
+    if ZOO_TASK == "none":
+        return calculator.reward(output, row) or None
     if ZOO_TASK == "alarm":
         with contextlib.suppress(ValueError):  # what graders do: they take it for a wrong answer
             signal.signal(signal.SIGALRM, signal.SIG_IGN)
@@ -200,6 +202,7 @@ FAULTS = {
     # -- rewards
     "a reward that is constant": Fault("taught nothing", task="constant"),
     "a reward that is NaN": Fault("must be a finite number", task="nan"),
+    "a reward of None for wrong answers": Fault("reward returned None", task="none"),
     "a grader with signal.alarm": Fault("the reward calls signal.signal in", task="alarm"),
     "truncated answers rewarded": Fault(
         "best-paid answers were cut off", flags="--max_response_tokens 12", task="length"

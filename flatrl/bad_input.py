@@ -1,11 +1,11 @@
 """Checks of the user's input, with one line that tells what to change."""
 
 import contextlib
+import inspect
 import os
 import pickle
-import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import compress
 from pathlib import Path
 
@@ -30,6 +30,10 @@ TAKEN_UNITS = {"mean", "std", "min", "max", "greedy"}
 
 class NothingLeft(BadInput, RuntimeError):
     """All rollouts of a step or evaluation have failed, usually by an error in the user's code."""
+
+
+class BadReward(BadInput):
+    """The task's reward returned what is no reward. A mean without that rollout would be wrong."""
 
 
 def need(ok, message: str):
@@ -59,7 +63,9 @@ def refusing(problem: str, file: str = "") -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Returns an exception's type and message in one line."""
+    """Returns an exception's type and message in one line; of BadInput the message alone."""
+    if isinstance(error, BadInput):
+        return " ".join(str(error).split())
     return " ".join(traceback.format_exception_only(error)[-1].split())[:400]
 
 
@@ -69,11 +75,17 @@ def is_installed(file: str | Path) -> bool:
     return path.is_relative_to(Path(os.__file__).parent) or bool(INSTALLED & {*path.parts})
 
 
-def describe_error() -> str:
-    """Returns the current exception as a line with file, line and error, then the user's frames.
+def place_of(function: Callable) -> str:
+    """Returns the file and line at which a function begins, or its name if it has no code."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code else repr(function)
 
-    The file is the user's if one is involved, else ours."""
-    error = sys.exception()
+
+def describe_error(error: BaseException, function: Callable | None = None) -> str:
+    """Returns an exception as a line with file, line and error, then the user's frames.
+
+    The line is the user's innermost one. If the exception was not raised in the user's code, it is
+    that of `function`, the user's that is to blame; without one it is ours."""
     places = [*traceback.walk_tb(error.__traceback__)]
     while isinstance(error, BaseExceptionGroup):  # of an asyncio.TaskGroup
         error = error.exceptions[0]
@@ -81,12 +93,16 @@ def describe_error() -> str:
     frames = []
     of_user = []
     for frame, line in places:
-        if not is_installed(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if not is_installed(file) and not file.startswith("<"):  # "<string>" is that of eval
             frames.append((frame, line))
             if frame.f_globals.get("__name__", "").partition(".")[0] not in OURS:
                 of_user.append((frame, line))
     frame, line = (of_user or frames)[-1]
-    head = f"{frame.f_code.co_filename}, line {line}: {reason(error)}\n"
+    place = f"{frame.f_code.co_filename}, line {line}"
+    if function and not of_user:
+        place = place_of(function)
+    head = f"{place}: {reason(error)}\n"
     return "".join([head, *traceback.StackSummary.extract(of_user).format()])
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from agent_loop import BadInput
-from flatrl.bad_input import NothingLeft, need, pickled_state, refusing
+from flatrl.bad_input import BadReward, NothingLeft, need, pickled_state, refusing
 from flatrl.contents import MODEL, ROWS, VAL_ROWS
 from flatrl.files import logged
 from flatrl.log import or_warn
@@ -334,10 +334,10 @@ def resume(run, checkpoint: Path, state: dict, changed: dict):
 
 @contextlib.contextmanager
 def save_if_nothing_left(run, put_to_sleep: Callable):
-    """If NothingLeft ends the run, saves a checkpoint first. All ranks raise it together."""
+    """If NothingLeft or BadReward ends the run, saves a checkpoint first. All ranks raise it."""
     try:
         yield
-    except NothingLeft:
+    except (NothingLeft, BadReward):
         if not run.args.rollout_only:
             put_to_sleep(run, keep=True)
             save_checkpoint(run)

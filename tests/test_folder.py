@@ -28,7 +28,7 @@ from data import load_task
 from flatrl import checkpoints, models, processes
 from flatrl.contents import contents_of
 from flatrl.log import Log, SilentLog
-from rollout import NothingLeft
+from rollout import BadReward, NothingLeft
 from train import Args
 
 
@@ -265,14 +265,15 @@ def test_flags_that_would_make_another_run_are_shown_and_refused(tmp_path):
     assert sorted(changes(**other, resume="changed")) == sorted(expected)
 
 
-def test_a_run_in_which_all_failed_is_saved_before_it_ends(monkeypatch):
+@pytest.mark.parametrize("fault", [NothingLeft, BadReward])
+def test_a_run_that_its_task_ends_is_saved_first(fault, monkeypatch):
     done = []
     monkeypatch.setattr(checkpoints, "save_checkpoint", lambda run: done.append("saved"))
     for rollout_only in (True, False):
         run = SimpleNamespace(args=Args(rollout_only=rollout_only))
         saving = checkpoints.save_if_nothing_left(run, lambda run, keep: done.append("asleep"))
-        with pytest.raises(NothingLeft), saving:
-            raise NothingLeft("no rollout has a reward")
+        with pytest.raises(fault), saving:
+            raise fault("no rollout has a reward")
     assert done == ["asleep", "saved"]
 
 

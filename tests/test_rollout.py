@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import data
 from agent_loop import RESPONSE_LISTS, AgentLoopBase, register
+from flatrl.bad_input import BadReward
 from flatrl.compact import compact
 from flatrl.log import Log
 from flatrl.metrics import describe
@@ -262,7 +263,7 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
     def reward(output, row):
         assert output.text and output.messages[-1]["role"] == "assistant"
         if row["extra"] == "no reward" and output.extra["sample"] == 1:
-            raise ZeroDivisionError("the grader broke")
+            exec("raise ZeroDivisionError('the grader broke')")  # its own frame has no file
         return {"score": 0.5, "digits": 2} if row["extra"] == "dict" else 1
 
     rows = make_rows("slow", "raise", "no reward", "skip", "list", "dict")
@@ -508,10 +509,26 @@ def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(play, tokeniz
     assert n_stopped
 
 
+@pytest.mark.parametrize("result", [None, "1.0 points", {"x": 1}, torch.zeros(2)], ids=str)
+def test_a_reward_that_returns_no_number_ends_the_run(pool_of, engine, capfd, result):
+    """Without these rollouts the mean would be that of the right answers alone."""
+
+    def reward(output, row):
+        return result if row["index"] == 1 else 1.0
+
+    run = pool_of(reward, make_rows("x", "x"), prompts_per_step=2, group_size=2)
+    rollouts = run.pool.rollout(0)
+    engine.sleep()
+    place = f"{__file__}, line {reward.__code__.co_firstlineno}"
+    said = f"{place}: reward returned {result!r} for the row with index 1: return a number (0 for"
+    with pytest.raises(BadReward) as caught:
+        wait_for_rewards(rollouts, run.background, run.stop)
+    assert str(caught.value).startswith(said)
+    assert f"sample 0: {said}" in capfd.readouterr().err  # at once
+
+
 # Each is a reward function that returns something wrong, or spoils the output.
 SPOILERS = [
-    lambda output: "1.0 points",
-    lambda output: {"x": 1},
     lambda output: math.inf,
     lambda output: {"score": 1, "part": math.nan},
     lambda output: output.metrics.update(x=math.inf),
@@ -532,6 +549,9 @@ def test_a_malformed_result_of_a_grader_costs_its_trajectory(play, args, tokeniz
     assert [(o.extra["prompt"], o.reward) for o in rollouts.outputs] == [(good, 0.25)]
     failures = [(error["kind"], error["prompt"]) for error in rollouts.errors]
     assert failures == [("failed_reward", i) for i in range(good)]
+    # The check that fails is ours, and the line is that of the reward.
+    place = f"{__file__}, line {reward.__code__.co_firstlineno}: "
+    assert all(error["error"].startswith(place) for error in rollouts.errors)
     log = Log(dataclasses.replace(args, output_dir=str(tmp_path)), tokenizer, 0)
     log.rollouts("step", rollouts.outputs, rollouts.errors)
     log.metrics({"step": 1} | describe(rollouts.outputs, data.by_unit(rollouts.outputs)))
