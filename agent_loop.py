@@ -477,6 +477,7 @@ class AgentLoopBase:
         self.tokenizer = with_template_variables(tokenizer, self.args.chat_template_args)
         self.processor = processor
         self.task = task
+        self.tool_exceptions = {}  # by tool name, the first exception that it raised here
 
     async def run(self, sampling_params: dict, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Runs one rollout, and returns its output or outputs. Must be overridden.
@@ -960,13 +961,16 @@ class ToolAgentLoop(AgentLoopBase):
             n_new = len(response.images)
             limit = self.args.max_images
             if n_images + n_new > limit:
-                raise ValueError(
+                raise RefusedCallError(
                     f"no room for {n_new} more images: {n_images} of {limit} are there")
         except Exception as error:
             kind = "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors"
             trajectory.count(kind)
             if name in self.tools:  # the model may write any name
                 trajectory.count(f"{kind}/{name}")
+                if not isinstance(error, (CallTimeoutError, RefusedCallError)):
+                    trajectory.count(f"tool_exceptions/{name}")
+                    self.tool_exceptions.setdefault(name, error)
             return ToolResponse(f"Error: {str(error) or repr(error)}")
         return response
 
@@ -985,13 +989,13 @@ class ToolAgentLoop(AgentLoopBase):
     async def call_tool(self, trajectory, tool_call):
         """Executes a tool call, and returns a ToolResponse whose images are loaded.
 
-        tool_call: as from `parse_tool_calls`. Raises ValueError if it is malformed or names
+        tool_call: as from `parse_tool_calls`. Raises RefusedCallError if it is malformed or names
         an unknown tool, CallTimeoutError after tool_timeout, and whatever the tool raises."""
         name = tool_call["name"]
         if tool_call["error"]:
-            raise ValueError(tool_call["error"])
+            raise RefusedCallError(tool_call["error"])
         if name not in self.tools:
-            raise ValueError(f"there is no tool {name!r}; the tools are {sorted(self.tools)}")
+            raise RefusedCallError(f"there is no tool {name!r}; the tools are {sorted(self.tools)}")
         execution = self._execute(trajectory, name, tool_call["arguments"])
         return await in_time(name, self.args.tool_timeout, execution)
 
@@ -1352,14 +1356,14 @@ class FunctionTool(Tool):
     async def execute(self, request_id: str, arguments: dict, /, **execute_kwargs):
         """Calls the function. execute_kwargs win over the model's arguments.
 
-        A tuple that is not (response, reward, metrics) is returned as a list. Raises ValueError
-        for wrong arguments, and whatever the function raises."""
+        A tuple that is not (response, reward, metrics) is returned as a list. Raises
+        RefusedCallError for wrong arguments, and whatever the function raises."""
         values = arguments | execute_kwargs
         try:
             self.signature.bind(**values)
         except TypeError as error:
             names = ", ".join(self.signature.parameters) or "none"
-            raise ValueError(f"{self.name}: {error} (its arguments: {names})") from None
+            raise RefusedCallError(f"{self.name}: {error} (its arguments: {names})") from None
         for name, adapter in self.adapters.items():
             if name in arguments and name not in execute_kwargs:
                 values[name] = self._converted(name, adapter, values[name])
@@ -1372,7 +1376,7 @@ class FunctionTool(Tool):
         return result
 
     def _converted(self, name, adapter, value):
-        """Returns an argument of the model as its type. Raises ValueError for the model."""
+        """Returns an argument of the model as its type. Raises RefusedCallError."""
         from pydantic import ValidationError
 
         try:
@@ -1382,7 +1386,7 @@ class FunctionTool(Tool):
                 f"{'.'.join(map(str, [name, *each['loc']]))}: {each['msg']}"
                 for each in error.errors(include_url=False)
             ]
-            raise ValueError(f"{self.name}: {'; '.join(problems)}") from None
+            raise RefusedCallError(f"{self.name}: {'; '.join(problems)}") from None
 
 
 _function_tool = functools.cache(FunctionTool)
@@ -1633,6 +1637,10 @@ async def _contained(coroutine):
         if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
             raise
         raise _safe_error(error) from None
+
+
+class RefusedCallError(ValueError):
+    """A tool call that is wrong, or beyond a limit. It is the model's fault, not the tool's."""
 
 
 class CallTimeoutError(TimeoutError):

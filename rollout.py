@@ -49,6 +49,7 @@ from agent_loop import (
     AgentLoopBase,
     AgentLoopOutput,
     BadInput,
+    FunctionTool,
     TokenOutput,
     agent_loop_class,
     call,
@@ -876,6 +877,7 @@ async def run_agent_loop(
         returned = await in_time(member.name, patience, loop.run(sampling_params, **row))
     finally:
         session.close()
+        tell_of_exceptions(loop)
     if demonstration and demonstration.turns:
         n = len(demonstration.turns)
         raise ValueError(f"the agent loop ended with {n} turns left to demonstrate")
@@ -892,6 +894,21 @@ async def run_agent_loop(
     if outputs:
         outputs[-1].metrics["generate_s"] = session.generate_s
     return outputs
+
+
+TOLD = set()  # names of tools: those whose first exception was printed in this process
+
+
+def tell_of_exceptions(loop: AgentLoopBase):
+    """Prints the first exception of each tool: the model reads it, and the rollout goes on."""
+    for name, error in loop.tool_exceptions.items():
+        if name in TOLD:
+            continue
+        TOLD.add(name)
+        tool = loop.tools[name]
+        function = tool.function if isinstance(tool, FunctionTool) else tool.execute
+        what = describe_error(error, function).splitlines()[0]
+        print(f"\nthe tool {name!r} raised its first exception: {what}", file=sys.stderr)
 
 
 def checked_outputs(

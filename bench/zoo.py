@@ -216,6 +216,9 @@ FAULTS = {
     "tool calls that are never parsed": Fault(
         "look like tool calls", flags="--tool_parser pythonic"
     ),
+    "a tool that always raises": Fault(
+        "and the model read the error", "agent_loop.FunctionTool.execute", "1 / 0"
+    ),
     "tool calls that die out": Fault(
         "tool_calls has fallen",
         "agent_loop.ToolAgentLoop.parse",

@@ -2,15 +2,17 @@
 
 docs/running.md lists them. bench/zoo.py plants these faults, and others that end a run."""
 
+from collections import Counter
 from collections.abc import Iterator
 from statistics import median
 
 import torch
 
 import losses
-from agent_loop import total_reward
+from agent_loop import numeric_entries, total_reward
 
 FEW_STEPS = 5  # before a rise of the gradient norm is judged
+FEW_CALLS = 5  # of a tool, before its exceptions are judged
 MIN_ENTROPY = 3e-4
 MAX_ROLLOUT_KL = 0.1  # per token, from the policies that sampled to the one that learns
 FAR_STEPS = 3  # with a larger KL, before it is named
@@ -36,6 +38,7 @@ class Watch:
         if self.rows and "actor/entropy" in metrics:  # the policy learned
             problems |= self.check_progress(metrics, self.rows)
         problems |= self.check_distance(metrics)
+        problems |= self.check_tools(outputs)
         problems |= self.check_answers(outputs)
         problems |= self.check_batch(batch)
         self.rows.append(metrics)
@@ -114,6 +117,22 @@ class Watch:
             "collapse; lower --lr or --max_staleness"
         )
         return {name: problem}
+
+    def check_tools(self, outputs: list) -> dict[str, str]:
+        """A tool must not raise at half of its calls: the policy learns to live without it."""
+        totals = Counter()
+        for output in outputs:
+            totals.update(numeric_entries(output.metrics))
+        problems = {}
+        for name, n_raised in totals.items():
+            kind, _, tool = name.partition("/")
+            n_calls = totals[f"tool_calls/{tool}"]
+            if kind == "tool_exceptions" and n_calls >= FEW_CALLS and n_raised >= n_calls / 2:
+                problems[name] = (
+                    f"the tool {tool!r} raised at {n_raised} of its {n_calls} calls, and the model "
+                    "read the error: is the tool broken? Its first exception was printed"
+                )
+        return problems
 
     def check_answers(self, outputs: list) -> dict[str, str]:
         """The best-paid answers must be whole, and tool calls must be parsed."""

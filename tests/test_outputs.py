@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_agent_loop import PROMPT, Script
+from test_agent_loop import PROMPT, Script, call
 
+import rollout
 from agent_loop import AgentLoopBase, Trajectory, register
 from rollout import Context, Member, grade_rollout, run_agent_loop
 from train import Args
@@ -103,3 +104,39 @@ def test_states_are_one_for_each_turn(play):
     assert grade(1) == grade(None) == 1.0
     with pytest.raises(ValueError, match="has 2 states for 1 turns"):
         grade(1, 2)
+
+
+def test_the_first_exception_of_a_tool_is_printed_with_its_line(tokenizer, monkeypatch, capsys):
+    def divide(by: int) -> float:
+        """Divide.
+
+        Args:
+            by: The divisor.
+        """
+        return 1 / by
+
+    def leave() -> str:
+        """Leave."""
+        raise SystemExit(3)
+
+    class Growing(Script):
+        vocab_size = len(tokenizer)
+        stop_token_ids = (tokenizer.eos_token_id,)
+        version = property(lambda self: len(self.prompts))
+
+    monkeypatch.setattr(rollout, "TOLD", set())
+    turn = "\n".join([call("divide", to=1), call("lend"), call("divide", by=0), call("leave")])
+    for _ in range(2):
+        task = SimpleNamespace(TOOLS=[divide, leave])
+        args = Args(max_model_len=4000, max_response_tokens=2000)
+        context = Context(Growing(tokenizer, [turn, "ok"]), task, tokenizer, None, args)
+        member = Member("train/0/0/0", prompt=0, sample=0, step=0, validate=False)
+        asyncio.run(run_agent_loop(context, member, {"prompt": PROMPT}, {}))
+    first = divide.__code__.co_firstlineno
+    places = [first + 6, first + 8]  # where it raised; the function, as sys.exit leaves no frame
+    reasons = ["ZeroDivisionError: division by zero", "RuntimeError: SystemExit(3)"]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert lines == [
+        f"the tool {name!r} raised its first exception: {__file__}, line {place}: {reason}"
+        for name, place, reason in zip(["divide", "leave"], places, reasons)
+    ]

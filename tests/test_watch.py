@@ -160,6 +160,11 @@ def test_answers_that_are_cut_off_or_not_parsed():
     [line] = warnings_of(outputs=cut_off)
     assert "3 of the 3 best-paid answers were cut off by a limit" in line
     assert warnings_of(outputs=[OUTPUTS[0], *cut_off[1:4], *OUTPUTS[4:]]) == []
+    raised = {"tool_calls/ask": 2, "tool_exceptions/ask": 1, "tool_errors/ask": 2}
+    [line] = warnings_of(outputs=changed(metrics=raised))
+    assert "the tool 'ask' raised at 6 of its 12 calls, and the model read the error" in line
+    assert warnings_of(outputs=changed(metrics=raised | {"tool_calls/ask": 3})) == []
+    assert warnings_of(outputs=[*changed(metrics=raised)[:2], *OUTPUTS[2:]]) == []  # four calls
     [line] = warnings_of(outputs=changed(text="<tool_call>...", metrics={"tool_calls": 0}))
     assert "6 answers look like tool calls, and none was parsed in them: is --tool_parser" in line
     assert warnings_of(outputs=changed(text="<tool_call>...", metrics={"tool_calls": 1})) == []
