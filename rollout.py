@@ -1047,7 +1047,8 @@ def _need_number(reward, row):
             return
     raise BadReward(
         f"reward returned {reward!r:.80} for the row with index {row.get('index')}: return a "
-        'number (0 for a wrong answer), or a dict with one under "score"'
+        'number (0 for a wrong answer), or a dict with one under "score"; to leave a rollout out, '
+        "raise an error"
     )
 
 
