@@ -30,8 +30,8 @@ CHUNK = 4096  # columns of the vocabulary in a block of logits: fewer, larger st
 def task_model(task: ModuleType, args) -> str:
     """Returns the folder of the model that the task's build_model makes. It is cached.
 
-    With --resume it is the run's own. A folder's name also depends on the number of threads, which
-    `accelerate launch` sets to 1, so this command might find another one."""
+    With --resume it is the run's own. The task may have been edited since, or a package updated:
+    then another one would be found."""
     folder = _cached_folder(task, args.seed)
     if args.resume:
         about = json.loads(Path(args.output_dir, "args.json").read_text())
@@ -52,7 +52,7 @@ def _cached_folder(task, seed) -> Path:
     source = Path(inspect.getsourcefile(task.build_model))
     shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # tasks import it
     texts = [file.read_text() for file in (source, *shared)]
-    key = [texts, seed, torch.get_num_threads(), torch.cuda.is_available(), versions()]
+    key = [texts, seed, torch.cuda.is_available(), versions()]
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatrl"
     return cache / f"{source.stem}-{digest}"
@@ -62,7 +62,8 @@ def _build(task, args, folder: Path):
     """Lets the task write its model to a folder.
 
     It is built in a temporary folder that is then renamed, so that a half-built one is never used.
-    Of two jobs that build at once, the first to finish wins."""
+    Of two jobs that build at once, the first to finish wins. It is built by one thread, because
+    more round differently, and `accelerate launch` and `python` have different numbers of them."""
     cache = folder.parent
     cache.mkdir(parents=True, exist_ok=True)
     for left in cache.glob(".building-*"):  # by a job that was killed
@@ -72,8 +73,11 @@ def _build(task, args, folder: Path):
         temporary = Path(parent, "model")
         temporary.mkdir()
         set_seed(args.seed)
+        n_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         with refusing(f"--task {args.task}: build_model failed"):
             task.build_model(str(temporary))
+        torch.set_num_threads(n_threads)
         with contextlib.suppress(OSError):  # another job was first
             os.rename(temporary, folder)
 

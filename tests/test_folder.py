@@ -292,30 +292,38 @@ def test_a_run_that_reached_its_reward_is_complete_when_it_is_resumed(
 
 
 def test_a_resumed_run_keeps_the_model_that_was_built_for_it(tmp_path, monkeypatch):
-    """... though `accelerate launch` sets another number of threads, for which it builds another.
+    """... though its task was edited, for which another is built.
 
-    A folder that a killed build has left is removed."""
+    One thread builds it, so `python` finds the model of `accelerate launch`. A folder that a killed
+    build has left is removed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "task.py").write_text("def build_model(path):\n    open(f'{path}/x', 'w')")
+    code = "import torch\ndef build_model(path):\n    n = torch.get_num_threads()\n"
+    code += "    open(f'{path}/{n} threads', 'w')\n"
+    (tmp_path / "task.py").write_text(code)
     task = load_task(str(tmp_path / "task.py"), ("build_model",))
     args = Args(task="task.py", output_dir=str(tmp_path / "run"))
     for name in (".building-dead", ".building-now"):
         (tmp_path / "flatrl" / name).mkdir(parents=True)
     os.utime(tmp_path / "flatrl/.building-dead", (0, 0))
 
-    def build(n_threads: int) -> Path:
-        monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
+    def build(edit: str) -> Path:
+        (tmp_path / "task.py").write_text(code + edit)
         return Path(models.task_model(task, args))
 
-    one = build(1)
-    two = build(2)
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(n_threads + 1)
+    one = build("")
+    assert names(one) == ["1 threads"] and torch.get_num_threads() == n_threads + 1
+    torch.set_num_threads(n_threads)
+    assert build("") == one
+    two = build("# edited")
     assert names(tmp_path / "flatrl") == sorted([".building-now", one.name, two.name])
     args.model = str(two)
     Log(args, None, 0)
     args.resume = True
-    assert build(1) == two
+    assert build("") == two
     shutil.rmtree(two)
-    assert build(1) == one
+    assert build("") == one
 
 
 def overwrite(file: Path, place: int):
