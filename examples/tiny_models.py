@@ -216,15 +216,18 @@ def imitate(
 def told(items: Sequence, title: str, seconds: float = 10.0) -> Iterator:
     """Yields the items under a progress bar, and prints at the end how long they took.
 
-    Without a terminal, it prints every few seconds how long the others will take."""
-    start = last = time.monotonic()
+    Without a terminal, it prints every few seconds how long the others will take. The first item is
+    not counted: libraries load what they need, which takes seconds."""
+    start = time.monotonic()
     # Some terminals report 0 rows, and tqdm would then draw nothing.
     bar = tqdm(items, title, leave=False, disable=None, nrows=20)
     for n, item in enumerate(bar, 1):
         yield item
         now = time.monotonic()
-        if now - last >= seconds and not sys.stderr.isatty():
-            left = (now - start) * (len(items) / n - 1)
+        if n == 1:
+            first = last = now
+        elif now - last >= seconds and not sys.stderr.isatty():
+            left = (now - first) / (n - 1) * (len(items) - n)
             print(f"{title}: {n} of {len(items)}, about {left:.0f} s left", flush=True)
             last = now
     print(f"{title}: done in {time.monotonic() - start:.0f} s", flush=True)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from agent_loop import BadInput, Tool
 from data import load_rows
-from examples import calculator, warm_start
+from examples import calculator, tiny_models, warm_start
 from examples.tiny_models import build_from_demonstrations, common_pieces, make_tokenizer, play
 
 
@@ -49,6 +49,14 @@ def test_a_single_demonstration_of_a_task_whose_tool_has_no_arguments(tmp_path):
     task = SimpleNamespace(TOOLS=[Look()])
     build_from_demonstrations(tmp_path, task, [{"prompt": "1", "demonstration": "2"}])
     assert (tmp_path / "config.json").is_file() and common_pieces(task) == ["look"]
+
+
+def test_the_time_that_is_left_does_not_count_a_slow_first_item(monkeypatch, capsys):
+    clock = iter([0, 50, 60, 70, 70])  # the start, after each item, and the end
+    monkeypatch.setattr(tiny_models, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert list(tiny_models.told([1, 2, 3], "play")) == [1, 2, 3]
+    left = ["play: 2 of 3, about 10 s left", "play: 3 of 3, about 0 s left"]
+    assert capsys.readouterr().out.splitlines() == [*left, "play: done in 70 s"]
 
 
 def test_a_model_learns_its_demonstrations(tmp_path, capsys):
