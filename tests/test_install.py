@@ -18,7 +18,12 @@ PYTHON = f"""#!/bin/sh
 shift 2
 echo "$*" >>"$CALLS"
 case "$*" in
-    *" -r "*) echo "Collecting six"; /bin/sleep "${{SLOW:-0}}" ;;
+    *" -r "*)
+        echo "Collecting six"
+        echo "WARNING: Location is ignored"
+        echo "   ━━━━ 6.1/6.1 MB 48.4 MB/s"
+        echo "[notice] a new release"
+        /bin/sleep "${{SLOW:-0}}" ;;
 esac
 case "$*" in
     *"${{FAIL:-nothing fails}}"*) echo "WARNING: tried"; echo "ERROR: No $*"; exit 1 ;;
@@ -36,6 +41,7 @@ CPU = [
     "install --no-compile -r requirements-cpu.txt",
     "uninstall -y torchvision torchaudio torchcodec",
 ]
+PHASES = [f"installing {TORCH}", "installing vLLM and the rest: requirements-cpu.txt", "compiling"]
 CPU_TEST = [call.replace("-cpu.txt", "-cpu.txt -r requirements-test.txt") for call in CPU]
 
 
@@ -126,10 +132,13 @@ def test_a_host_with_a_gpu_is_checked_first(machine, tmp_path, driver, said):
 
 
 def test_torch_comes_from_the_cpu_index_where_pip_has_none(machine):
-    """... and a slow pip is quoted meanwhile."""
+    """... and a slow pip is quoted meanwhile, under the name of the phase."""
     code, printed, errors = machine.run(SOURCE, FAIL=f"--no-deps {TORCH}", SLOW="0.5")
     assert code == 0 and errors == ""
     assert any(re.fullmatch("install.sh: [01] s: Collecting six", line) for line in printed)
+    assert not any(re.search("WARNING|━|notice", line) for line in printed)
+    phases = [f"install.sh: {name} ({n} of 3)" for n, name in enumerate(PHASES, 1)]
+    assert [line for line in printed if line.endswith(" of 3)")] == phases
     index = f"install --no-compile --no-deps --index-url {INDEX} --retries 1 --timeout 30 {TORCH}"
     assert machine.calls() == [CPU[0], index, *CPU[1:]]
 
