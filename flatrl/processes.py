@@ -109,6 +109,14 @@ def is_first_on_host(text: str) -> bool:
 # ---------------------------------------------------------------- the end of a run
 
 
+def launcher() -> str:
+    """Returns what started this process: "torchrun" (also for several processes of accelerate),
+    "accelerate", which leaves at Ctrl-C and prints a traceback, or ""."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    return "accelerate" if "ACCELERATE_MIXED_PRECISION" in os.environ else ""
+
+
 class Stop:
     """Watches for Ctrl-C, the signals of schedulers, and the launcher's death on every rank.
 
@@ -147,8 +155,10 @@ class Stop:
         if not self.is_told and dist.get_rank() == 0:
             self.is_told = True
             with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
-                kept = "whole steps are kept (a second Ctrl-C: at once)"
-                print(f"\nstopping; {kept}", file=sys.stderr)
+                how = "a second Ctrl-C: at once"
+                if number == signal.SIGINT and launcher() == "accelerate":
+                    how = 'wait for "stopped": the launcher leaves before, with a traceback'
+                print(f"\nstopping; whole steps are kept ({how})", file=sys.stderr)
         if number == signal.SIGINT:
             # Launchers pass on the Ctrl-C that the terminal has sent to this process, too.
             signal.signal(number, lambda *_: None)
@@ -168,11 +178,10 @@ class Stop:
         Ends this process if another rank is gone, because it would wait for that rank in vain.
         Stops the run if the launcher is gone: accelerate's leaves its processes behind. group: of
         these threads alone."""
-        launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
-        launcher = os.getppid()
+        parent = os.getppid()
         is_running = True  # on any rank
         while is_running and not self.is_leaving:
-            if launched and os.getppid() != launcher:
+            if launcher() and os.getppid() != parent:
                 self.requested = True
             state = torch.tensor([self.requested, not self.finished.is_set()], dtype=torch.int)
             try:
@@ -211,6 +220,9 @@ def run_as_script(main: Callable, parse: Callable):
     except BadInput as error:
         if is_first_on_host(str(error)):
             print(f"train.py: error: {error}", file=sys.stderr)
+            if launcher():
+                hint = "a traceback of the launcher may follow; accelerate launch -q has none"
+                print(f"({hint})", file=sys.stderr)
         # Keeps the run's tasks, as for any other error: at their end they would print theirs.
         sys.last_value = error
         status = 2

@@ -52,6 +52,7 @@ cases = {
     "stopped": lambda: raises(processes.Stopped()),
     "Ctrl-C": lambda: raises(KeyboardInterrupt()),
     "input": lambda: raises(BadInput("no")),
+    "launched": lambda: (os.environ.update(TORCHELASTIC_RUN_ID="x"), raises(BadInput("yes"))),
     "error": lambda: (pool(), 1 / 0),
     "memory": lambda: raises(torch.OutOfMemoryError("CUDA out of memory")),
 }
@@ -74,10 +75,12 @@ def test_exit_codes(cache, tmp_path):
     printed = run(script=str(script), cache=cache)
     codes = json.loads(printed.splitlines()[-1])
     ended = {"grader": 0, "end": 0, "pool": 0, "thread": 0}
-    failed = {"stopped": 130, "Ctrl-C": 130, "input": 2, "error": 1, "memory": 1}
+    failed = {"stopped": 130, "Ctrl-C": 130, "input": 2, "launched": 2, "error": 1, "memory": 1}
     assert codes == ended | failed, printed
     assert printed.count("out of GPU memory (see") == printed.count("Error: CUDA out of") == 1
     assert "train.py: error: no" in printed
+    assert "train.py: error: yes\n(a traceback of the launcher may follow" in printed
+    assert printed.count("of the launcher") == 1
     # Of Ctrl-C before the run began; a run says itself where it stopped.
     assert printed.count("train.py: stopped") == 1
 

@@ -315,6 +315,7 @@ def test_the_first_interrupt_ends_all_ranks_with_the_last_step_saved(by, cache, 
             assert "stopping" in output
         else:
             os.killpg(process.pid, signal.SIGINT)
+            wait_for(lambda: 'wait for "stopped"' in process.printed())
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family))
     done = metrics_of(out)[-1]["step"]
     saved = [path.name for path in (out / "checkpoints").glob("step*")]
