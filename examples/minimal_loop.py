@@ -20,14 +20,16 @@ Left out, to keep it short, and where to find it:
 import argparse
 import asyncio
 import itertools
-import os
 import sys
 import time
 from pathlib import Path
 
 # Python looks for modules in the folder of this file, but ours are in its parent.
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+from flatrl.launch import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()  # sets what torch reads when it is imported; Ctrl-C prints no traceback
 
 import torch
 

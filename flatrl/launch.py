@@ -4,6 +4,7 @@ import errno
 import gc
 import io
 import os
+import signal
 import sys
 import tempfile
 
@@ -18,7 +19,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 def prepare_process():
     """Sets what a job or a shell may have left wrong: standard streams, variables, home, threads.
 
-    Prints that the slow imports begin, and sets what torch reads when it is imported."""
+    Prints that the slow imports begin, and sets what torch reads when it is imported. From here on
+    Ctrl-C ends the process at once, without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     open_standard_streams()
     forget_other_launchers()
     if os.environ.get("RANK", "0") == "0":

@@ -206,6 +206,7 @@ def run_as_script(main: Callable, parse: Callable):
     behind: here for LEFT_BEHIND_S seconds."""
     status = 1
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # prepare_process took it
         args = parse()  # --help ends here
         try:
             main(args)

@@ -268,6 +268,7 @@ def test_beside_a_gpu_memory_has_no_holes(monkeypatch, argv, given, expected):
     monkeypatch.setattr(launch.os.path, "exists", lambda path: path == "/dev/nvidiactl")
     monkeypatch.setattr(launch.gc, "set_threshold", lambda n: None)
     monkeypatch.setattr(launch.sys, "argv", ["train.py", *argv])
+    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
     for name in ("open_standard_streams", "give_home"):
         monkeypatch.setattr(launch, name, lambda: None)
     launch.prepare_process()

@@ -21,6 +21,7 @@ from agent_loop import BadInput
 from flatrl import processes
 
 processes.LEFT_BEHIND_S = 1
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # as prepare_process leaves it
 
 def raises(error):
     raise error
@@ -50,7 +51,7 @@ cases = {
     "pool": pool,
     "thread": lambda: threading.Thread(target=time.sleep, args=[1000]).start(),
     "stopped": lambda: raises(processes.Stopped()),
-    "Ctrl-C": lambda: raises(KeyboardInterrupt()),
+    "Ctrl-C": lambda: signal.raise_signal(signal.SIGINT),
     "input": lambda: raises(BadInput("no")),
     "launched": lambda: (os.environ.update(TORCHELASTIC_RUN_ID="x"), raises(BadInput("yes"))),
     "error": lambda: (pool(), 1 / 0),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,13 @@ def test_ranks_share_the_cores(tmp_path):
     ranks = {"LOCAL_WORLD_SIZE": str(len(os.sched_getaffinity(0)))}
     found, _ = prepared(LAUNCHER | ranks, tmp_path, names=["OMP_NUM_THREADS"])
     assert found == {"OMP_NUM_THREADS": "1"}
+
+
+def test_ctrl_c_in_the_imports_prints_no_traceback():
+    code = "import signal, flatrl.launch as launch; launch.prepare_process()\n"
+    code += "signal.raise_signal(signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT and done.stderr == ""
 
 
 def test_a_user_without_a_home_to_write_to_gets_one(tmp_path, monkeypatch, capsys):

@@ -16,6 +16,7 @@ FEW = ["--steps", "1", "--prompts_per_step", "2"]
 
 def test_the_command_runs(tiny_model, cache):
     printed = run(*FEW, "--model", tiny_model, script="examples/minimal_loop.py", cache=cache)
+    assert printed.startswith("flatrl: loading torch")  # by then Ctrl-C prints no traceback
     (step,) = re.findall(LINE, printed)
     assert step[0] == "1"
     assert "system" in printed.split("A rollout of the last step:")[1]
