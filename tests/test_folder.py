@@ -310,11 +310,12 @@ def test_a_resumed_run_keeps_the_model_that_was_built_for_it(tmp_path, monkeypat
         (tmp_path / "task.py").write_text(code + edit)
         return Path(models.task_model(task, args))
 
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(n_threads + 1)
+    numbers = [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: numbers[-1])
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
     one = build("")
-    assert names(one) == ["1 threads"] and torch.get_num_threads() == n_threads + 1
-    torch.set_num_threads(n_threads)
+    assert names(one) == ["1 threads"] and numbers == [4, 1, 4]
+    numbers.append(3)
     assert build("") == one
     two = build("# edited")
     assert names(tmp_path / "flatrl") == sorted([".building-now", one.name, two.name])
