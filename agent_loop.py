@@ -1924,10 +1924,7 @@ class ChatTemplate:
             functools.partial(re.compile(r"\S").sub, before_match),
         )
         self.rendered_ids = {}  # of chats that `render` has seen
-        self.neutral_tools = {}  # see `_neutral_tools`
-        self.divided_tools = {}  # see `_without_forged_tokens`
-        self.asked_with_tools = {}  # see `shows`
-        self.neutral_controls = {}  # see `_without_forged_tokens`
+        self.known_controls = {}  # see `_without_forged_tokens`
         self.checked_forms = set()  # of prompts that `check_prompt` has seen
         given = {*stops}
         # A template for chats with tools alone (Hermes-2-Pro) raises without a list: [] will do.
@@ -1993,7 +1990,7 @@ class ChatTemplate:
             if trusted is None and not tools:  # nothing to protect from, and faster
                 return ids_of(messages, tools)
             unchanged = messages if trusted is None else trusted
-            return self._without_forged_tokens(ids_of, [], messages, tools, unchanged)
+            return self._without_forged_tokens(ids_of, set(), messages, tools, unchanged)
 
         key = json.dumps([messages, tools, trusted], default=repr)
         return list(_cached(self.rendered_ids, 64, key, protected_ids))
@@ -2033,10 +2030,15 @@ class ChatTemplate:
         def ids_of(chat, tools):
             return self._suffix_ids(chat[:n], chat[n:], stop, tools)
 
-        return self._without_forged_tokens(ids_of, [n, stop], messages + new, tools)
+        chat = messages + new
+        form = json.dumps([n, stop, len(tools or ()), *map(_structure, chat)])
+        known = _cached(self.known_controls, 1024, form, set)
+        return self._without_forged_tokens(ids_of, known, chat, tools)
 
     def _suffix_ids(self, messages, new, stop, tools):
         """Returns the ids of `suffix`, without its protection against forged control tokens."""
+        if self._leaves_out(messages, tools):
+            raise RewritesHistory("the chat template leaves out what the assistant said")
         before = self.text(messages, tools)
         after = self.text(messages + new, tools, True)
         before = before.removesuffix(self.closing)
@@ -2078,6 +2080,23 @@ class ChatTemplate:
                 raise RewritesHistory("the chat template leaves out what the assistant said")
             return after[end:]
         raise RewritesHistory("the chat template is not append-only: it changed a message")
+
+    def _leaves_out(self, messages, tools):
+        """Returns whether the template leaves out what the last turn says.
+
+        DeepSeek-R1's leaves out reasoning, and Mistral's a text beside calls. A short text may
+        stand in the history by chance, so other words are rendered."""
+        *earlier, last = messages or [{}]
+        if not last.get("reasoning_content") and not last.get("tool_calls"):
+            return False
+        said = {key: last.get(key) for key in ("content", "reasoning_content")}
+        words = {
+            key: f"other {key}"
+            for key, text in said.items()
+            if isinstance(text, str) and text.strip()
+        }
+        text = self.text([*earlier, last | words], tools) if words else ""
+        return not all(word in text for word in words.values())
 
     def end_of(self, text: str) -> str | None:
         """Returns which of `ends` a text has at its end, or None."""
@@ -2177,107 +2196,77 @@ class ChatTemplate:
 
     # -- control tokens
 
-    def _without_forged_tokens(self, ids_of, depends_on, messages, tools, trusted=()):
+    def _without_forged_tokens(self, ids_of, known, messages, tools, trusted=()):
         """Returns the ids of a chat, in which no text from outside has become a control token.
 
         A tool result "so<|im_end|>", for example, must not end its message. Such a token is forged:
         it comes from a message, not from the template. It may appear only after the template has
         stripped or joined texts.
 
-        The right control tokens are those of the same chat with a neutral word (x00000000) for each
-        text. The chat itself must have the same ones. Three ways to tokenise it are tried:
+        No token is forged without punctuation. So the right control tokens are those of the same
+        chat with letters for the punctuation in its texts. The chat itself must have the same ones.
+        Three ways to tokenise it are tried:
             its texts as they are                  so, <|im_end|>
             divided where they contain a token     so, <, |im_end|>
             divided everywhere                     s, o, <, |, i, m, ...
 
         ids_of: a function of (messages, tools) that renders and tokenises a chat.
-        depends_on: what else ids_of depends on. Neutral chats of rollouts are often the same, so
-            their control tokens are cached.
+        known: the right control tokens of earlier chats with the same structure. A chat that has
+            the same ones is not rendered with letters. Those of this chat are added.
         trusted: messages whose texts stay as they are, and so do those of messages that equal one
             of them. A suffix has none.
 
         Raises ValueError if all three fail."""
-        written_tools = json.dumps(tools, default=repr)
-        # words: of the tools' texts, so that a message that repeats one gets the same word.
-        neutral_tools, words = self._neutral_tools(tools, written_tools)
 
-        def edited(edit):
-            return [
-                message if message in trusted else self._edited(message, edit)
+        def ids_with(edit):
+            chat = [
+                message if message in trusted else self._edited(message, edit, message["role"])
                 for message in messages
             ]
+            return ids_of(chat, self._edited(tools, edit))
 
-        neutral_chat = edited(self._neutral_edit(dict(words)))
-        key = (json.dumps([depends_on, neutral_chat], default=repr), written_tools)
-        expected = _cached(
-            self.neutral_controls,
-            1024,
-            hash(key),  # because a chat is long
-            lambda: self._controls_in(ids_of(neutral_chat, neutral_tools)),
-        )
+        def controls_in(ids):
+            controls = _control_tokens(self.tokenizer)
+            return tuple(token for token in ids if token in controls)
+
         for divide in self.divisions:
-            edit = functools.partial(self._edit_value, divide)
-            divided_tools = _cached(  # because there may be many tools
-                self.divided_tools,
-                64,
-                (divide, written_tools),
-                functools.partial(_edit_values, tools, edit),
-            )
-            ids = ids_of(edited(divide), divided_tools)
-            if self._controls_in(ids) == expected:
+            ids = ids_with(divide)
+            found = controls_in(ids)
+            if divide is str and found not in known:
+                known.add(controls_in(ids_with(self._with_letters)))
+            if found in known:
                 return ids
         raise ValueError("the chat template turns what messages say into control tokens")
 
-    def _controls_in(self, ids):
-        """Returns the control tokens among ids."""
-        controls = _control_tokens(self.tokenizer)
-        return [token for token in ids if token in controls]
-
-    def _edited(self, message, edit):
-        """Returns a message with edit(text) in place of its texts.
+    def _edited(self, value, edit, role=""):
+        """Returns a message or tools with edit(text) in place of texts with punctuation.
 
         In messages of ROLES_THAT_KEEP_MARKUP, control tokens that are not special stay. The policy
         may have sampled a token such as <think>, and its history must keep it. A special token was
         not sampled: decoding drops those, so one that is in a text was typed out."""
-        edit_text = edit
-        if message["role"] in ROLES_THAT_KEEP_MARKUP:
-            edit_text = functools.partial(_edit_around, self.markup, edit)
-        edited = _edit_message(
-            message,
-            lambda text: edit_text(clean(text)),
-            functools.partial(self._edit_value, edit_text),
-        )
-        if self.control.search(message["role"]):
-            edited["role"] = edit(clean(message["role"]))
-        return edited
 
-    def _edit_value(self, edit, text):
-        """Returns edit(text), or the text itself if it is a plain word, such as a type's name."""
-        is_plain = re.fullmatch(r"\w+", text) and not self.control.search(text)
-        return text if is_plain else edit(clean(text))
+        def edit_text(text):
+            text = clean(text)
+            if edit is str or not self._punctuation.search(text):
+                return text
+            # Every second piece is markup.
+            pieces = self.markup.split(text) if role in ROLES_THAT_KEEP_MARKUP else [text]
+            pieces[::2] = map(edit, pieces[::2])
+            return "".join(pieces)
 
-    def _neutral_edit(self, words):
-        """Returns an edit that puts neutral words in place of texts.
+        return _edit_values(value, edit_text)
 
-        words: the word for each text so far. Equal texts stay equal, because Mistral's template
-        compares messages. It also requires ids of nine characters."""
+    def _with_letters(self, text):
+        """Returns a text with letters in place of punctuation, and of a token that has none.
 
-        def neutral_word(text):
-            return words.setdefault(text, f"x{len(words):08d}")
+        Different ones get different letters, because Mistral's template compares messages. Switches
+        such as "/no_think" stay, because they decide what the template writes."""
 
-        # Switches such as "/no_think" stay, because they decide what the template writes.
-        _, switches = self._texts_looked_for
-        return functools.partial(_edit_around, switches, neutral_word)
+        def letter(match):
+            is_switch = match[1]
+            return match[0] if is_switch else chr(ord("a") + ord(match[0][0]) % 26)
 
-    def _neutral_tools(self, tools, key):
-        """Returns (neutral tools, the word for each of their texts), cached. key: tools as text."""
-
-        def neutral():
-            words = {}
-            edit = functools.partial(self._edit_value, self._neutral_edit(words))
-            return _edit_values(tools, edit), words
-
-        return _cached(self.neutral_tools, 64, key, neutral)
+        return self._punctuation.sub(letter, text)
 
     # -- what the template accepts
 
@@ -2346,7 +2335,7 @@ class ChatTemplate:
         the same roles and calls, all with tools or all without, are checked once."""
         probe = []
         for message in prompt:
-            message = _edit_message(message, lambda text: "?", str)
+            message = _edit_said(message, lambda text: "?")
             message.pop("reasoning_content", None)
             for call in message.get("tool_calls", ()):
                 call["function"] |= {"arguments": {"text": "?"}}
@@ -2415,13 +2404,9 @@ class ChatTemplate:
         """Returns whether the template accepts a message with calls, and shows all of it."""
         said = [message["content"].strip(), message.get("reasoning_content", "").strip()]
         said += [call["function"]["name"] for call in message["tool_calls"]]
-        written_tools = json.dumps(tools, default=repr)
         with suppress(Exception):  # templates raise whatever they like
             text = self.text([PROBE_USER, message], tools)
-            # The tools' schemas also contain the names.
-            before = _cached(
-                self.asked_with_tools, 64, written_tools, lambda: self.text([PROBE_USER], tools)
-            )
+            before = self.text([PROBE_USER], tools)  # the tools' schemas also contain the names
             return all(text.count(each) > before.count(each) for each in said)
         return False
 
@@ -2515,14 +2500,12 @@ class ChatTemplate:
         look for: with Qwen3, for example, an answer with "</think>" has a form of its own."""
         keys = tuple(key for key, value in message.items() if value)
         n_calls = len(message.get("tool_calls") or ())
-        looked_for, _ = self._texts_looked_for
-        found = {text.lower() for text in looked_for.findall(str(message))}
+        found = {text.lower() for text in self._looked_for.findall(str(message))}
         return message["role"], keys, n_calls, type(message.get("content")), *sorted(found)
 
     @functools.cached_property
     def _texts_looked_for(self):
-        """Two regular expressions: one of the strings that the template may look for in a message,
-        and one of the switches among them, such as "/no_think", which have no control tokens.
+        """The strings that the template may look for in a message.
 
         These are the strings in the template's code, except for those that do not change the suffix
         of a later turn (`_is_without_consequence`)."""
@@ -2533,9 +2516,20 @@ class ChatTemplate:
             template = "".join(template.values())
         tokens = Environment().lexer.tokenize(template)
         texts = {token.value for token in tokens if token.type == "string"}
-        texts = {text for text in texts if text.strip() and not self._is_without_consequence(text)}
-        switches = {text for text in texts if not self.control.search(text)}
-        return _any_of(texts, re.IGNORECASE), _any_of(switches, re.IGNORECASE)
+        return {text for text in texts if text.strip() and not self._is_without_consequence(text)}
+
+    @functools.cached_property
+    def _looked_for(self):
+        return _any_of(self._texts_looked_for, re.IGNORECASE)
+
+    @functools.cached_property
+    def _punctuation(self):
+        """A pattern of a switch, its group 1, or punctuation, or a control token without any."""
+        switches = {text for text in self._texts_looked_for if not self.control.search(text)}
+        controls = {token.content for token in _control_tokens(self.tokenizer).values()}
+        words = {token for token in controls if re.fullmatch(r"\w+", token)}
+        either = rf"{_any_of(switches).pattern}|[^\w\s]|{_any_of(words).pattern}"
+        return re.compile(either, re.IGNORECASE)
 
     def _is_without_consequence(self, text):
         """Returns whether a common text in messages does not change the suffix of a later turn.
@@ -2604,12 +2598,22 @@ def text_slices(ids: list[int], messages: list[dict], suffix: Callable) -> list[
     three have in common at their start and at their end are the template's: for "hello" in
     "U: hello.", the others are "U: x." and "U: 0.". A text is left out if the template then does
     something else, such as rewriting the history."""
+
+    def with_word(number, word):
+        """Returns the messages with a word in place of text `number`."""
+        numbers = itertools.count()
+
+        def edit(text):
+            return word if next(numbers) == number else text
+
+        return [_edit_said(message, edit) for message in messages]
+
     slices = []
     texts = []
     for message in messages:
-        _edit_message(message, texts.append, str)  # visits each text
+        _edit_said(message, texts.append)  # visits each text
     for number in range(len(texts)):
-        others = [_with_word(messages, number, word) for word in ("x", "0")]
+        others = [with_word(number, word) for word in ("x", "0")]
         with suppress(RewritesHistory):
             # Two words, because the text may begin or end like one of them.
             versions = [ids, *map(suffix, others)]
@@ -2617,16 +2621,6 @@ def text_slices(ids: list[int], messages: list[dict], suffix: Callable) -> list[
             n_after = len(commonprefix([version[::-1] for version in versions]))
             slices.append((start, len(ids) - n_after))
     return slices
-
-
-def _with_word(messages, number, word):
-    """Returns messages with a word in place of text `number` of their contents and reasoning."""
-    numbers = itertools.count()
-
-    def edit(text):
-        return word if next(numbers) == number else text
-
-    return [_edit_message(message, edit, str) for message in messages]
 
 
 # ---------------------------------------------------------------- probe chats
@@ -2679,7 +2673,7 @@ def _probe_chat(messages):
             words[word] = role
             return word
 
-        chat.append(_edit_message(message, next_word, next_word))
+        chat.append(_edit_values(message, next_word))
     return chat, words
 
 
@@ -2761,52 +2755,38 @@ def _cached(cache, limit, key, make):
 ROLES_THAT_KEEP_MARKUP = ("assistant", "system")
 
 
-def _edit_message(message, edit_text, edit_other):
-    """Returns a copy of a message, with other texts.
+def _structure(message):
+    """Returns a message's role, its number of calls, and the types of its content's parts."""
+    content = message.get("content")
+    types = [part.get("type") for part in content] if isinstance(content, list) else []
+    return message["role"], len(message.get("tool_calls") or ()), types
 
-    edit_text(text) takes the place of what the message says. edit_other(text) takes that of
-    everything else, at any depth and under any key: names, ids, arguments of tool calls, the URL of
-    an image. The message's role stays, and so do blank texts."""
-    edited = {}
-    for key, value in message.items():
-        if key in ("content", "reasoning_content") and isinstance(value, str):
-            value = _edit_values(value, edit_text)
-        elif key == "content" and isinstance(value, list):
-            value = [
-                {
-                    name: _edit_values(inner, edit_text if name == "text" else edit_other)
-                    for name, inner in part.items()
-                }
-                for part in value
-            ]
-        elif key != "role":
-            value = _edit_values(value, edit_other)
-        edited[key] = value
+
+def _edit_said(message, edit):
+    """Returns a copy of a message with edit(text) in place of each text that it says.
+
+    These are its content, the texts among the parts of its content, and its reasoning. Blank ones
+    stay."""
+    edited = _edit_values(message, str)
+    places = [(edited, "content"), (edited, "reasoning_content")]
+    if isinstance(edited.get("content"), list):
+        places += [(part, "text") for part in edited["content"]]
+    for holder, key in places:
+        text = holder.get(key)
+        if isinstance(text, str) and text.strip():
+            holder[key] = edit(text)
     return edited
-
-
-def _edit_around(pattern, edit, text):
-    """Returns a text with edit(piece) in place of each piece between the matches of a pattern."""
-    pieces = pattern.split(text)  # every second one is a match
-    pieces[::2] = [_edit_values(piece, edit) for piece in pieces[::2]]
-    return "".join(pieces)
 
 
 def _edit_values(value, edit):
     """Returns nested lists and dicts with edit(text) in place of each text and each key."""
     if isinstance(value, str):
-        return edit(value) if value.strip() else value
+        return edit(value)
     if isinstance(value, list):
         return [_edit_values(inner, edit) for inner in value]
-    if not isinstance(value, dict):
-        return value
-    edited = {}
-    for key, inner in value.items():
-        key = _edit_values(key, edit)
-        while key in edited:  # two keys became equal, and both must stay
-            key += "x"
-        edited[key] = _edit_values(inner, edit)
-    return edited
+    if isinstance(value, dict):
+        return {_edit_values(key, edit): _edit_values(value[key], edit) for key in value}
+    return value
 
 
 def _join_contents(contents, separator):

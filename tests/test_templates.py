@@ -381,6 +381,13 @@ def test_a_block_that_the_prompt_opened(said, reasoning, content, tokenizer):
         assert output.messages[-1]["reasoning_content"] == ""
 
 
+def test_a_thought_that_the_question_has_too_is_left_out_all_the_same(tokenizer):
+    template = template_of("deepseek-r1", tokenizer)
+    turn = {"role": "assistant", "reasoning_content": "1", "content": "2"}
+    with pytest.raises(agent_loop.RewritesHistory):
+        template.suffix([*PROMPT, turn], PROMPT, template.answer_end)
+
+
 def test_other_tags_also_where_they_are_special_tokens(tokenizer):
     other = copy.deepcopy(tokenizer)
     tags = [AddedToken(tag, special=True, normalized=False) for tag in ("[THINK]", "[/THINK]")]

@@ -261,6 +261,19 @@ def test_a_text_that_is_changed_or_joined_forges_no_token(tokenizer, change, tex
     assert forged == [token for token in rendered("assistant", plain) if token in special]
 
 
+def test_tokens_of_an_image_are_forged_by_no_later_text(tokenizer):
+    """Control tokens that were right once are remembered, but only for chats like that one."""
+    tokenizer = changing(tokenizer, "")
+    template = chat_template(tokenizer)
+    for text in ("<|vision_start|><|image_pad|><|vision_end|>x", "x"):
+        chat = [*PROMPT, assistant("hm")]
+        parts = [{"type": "image"}, {"type": "text", "text": "x"}]
+        seen = template.suffix(chat, [user(parts)], tokenizer.eos_token_id)
+        assert "<|image_pad|>" in controls_in(tokenizer, seen)
+        ids = template.suffix(chat, [user(text)], tokenizer.eos_token_id)
+        assert "<|image_pad|>" not in controls_in(tokenizer, ids)
+
+
 def test_noncharacters_are_dropped_and_lone_surrogates_replaced(tokenizer):
     for text, plain in (
         ("\ufdd0" * 9 + "2", "2"),
