@@ -1912,7 +1912,8 @@ class ChatTemplate:
         tags = re.escape(self.think_start) + r"\s*" + re.escape(self.think_end)
         # Blocks of reasoning without a word, with the white space that templates write after them.
         self.empty_thoughts = [re.compile(tags + end) for end in ("\n\n", "\n", "")]
-        controls = _control_tokens(tokenizer).values()
+        self.controls = _control_tokens(tokenizer)
+        controls = self.controls.values()
         self.control = _any_of(token.content for token in controls)
         self.special = _any_of(token.content for token in controls if token.special)
         self.markup = _any_of(token.content for token in controls if not token.special)
@@ -2037,12 +2038,10 @@ class ChatTemplate:
 
     def _suffix_ids(self, messages, new, stop, tools):
         """Returns the ids of `suffix`, without its protection against forged control tokens."""
-        if self._leaves_out(messages, tools):
+        before = self.text(messages, tools).removesuffix(self.closing)
+        if self._leaves_out(before, messages, tools):
             raise RewritesHistory("the chat template leaves out what the assistant said")
-        before = self.text(messages, tools)
-        after = self.text(messages + new, tools, True)
-        before = before.removesuffix(self.closing)
-        added = self._added(before, after, messages)
+        added = self._added(before, self.text(messages + new, tools, True))
         # The suffix begins inside the turn's end, after the stop token. The end is "" if the turn
         # ends at the next speaker's marker.
         end = self.end_of(before)
@@ -2058,44 +2057,34 @@ class ChatTemplate:
             raise RewritesHistory("the policy ended its turn with another token than the template")
         return ids[1:]
 
-    def _added(self, before, after, messages):
+    def _added(self, before, after):
         """Returns what the text `after` adds to the text `before`.
 
         Both must begin with the same history. Only empty blocks of reasoning may differ, because
-        Qwen3 writes one into the last turn alone. messages: the chat in `before`. Raises
-        RewritesHistory if the history differs, or lacks what the assistant said last."""
-        last = messages[-1] if messages else {}
-        said = [last.get(key) for key in ("content", "reasoning_content")]
-        said = [text.strip() for text in said if isinstance(text, str)]
+        Qwen3 writes one into the last turn alone. Raises RewritesHistory if the history differs."""
         for block in self.empty_thoughts:
             kept = block.sub("", before)
             end = len(kept)  # of the same history in `after`, with the blocks that lie within it
             for match in block.finditer(after):
                 if match.start() < end:
                     end += len(match[0])
-            history = after[:end]
-            if block.sub("", history) != kept:
-                continue
-            if not all(text in history for text in said):
-                raise RewritesHistory("the chat template leaves out what the assistant said")
-            return after[end:]
+            if block.sub("", after[:end]) == kept:
+                return after[end:]
         raise RewritesHistory("the chat template is not append-only: it changed a message")
 
-    def _leaves_out(self, messages, tools):
-        """Returns whether the template leaves out what the last turn says.
-
-        DeepSeek-R1's leaves out reasoning, and Mistral's a text beside calls. A short text may
-        stand in the history by chance, so other words are rendered."""
+    def _leaves_out(self, text, messages, tools):
+        """Returns whether the text of a chat lacks what its last turn says."""
         *earlier, last = messages or [{}]
-        if not last.get("reasoning_content") and not last.get("tool_calls"):
-            return False
         said = {key: last.get(key) for key in ("content", "reasoning_content")}
-        words = {
-            key: f"other {key}"
-            for key, text in said.items()
-            if isinstance(text, str) and text.strip()
-        }
-        text = self.text([*earlier, last | words], tools) if words else ""
+        said = {key: value for key, value in said.items() if isinstance(value, str)}
+        if not all(value.strip() in text for value in said.values()):
+            return True
+        # DeepSeek-R1's template leaves out reasoning, and Mistral's a text beside calls. A short
+        # one may stand in the chat by chance, so other words are tried.
+        words = {key: f"other {key}" for key, value in said.items() if value.strip()}
+        if not words or not (last.get("tool_calls") or "reasoning_content" in words):
+            return False
+        text = self.text([*earlier, last | words], tools)
         return not all(word in text for word in words.values())
 
     def end_of(self, text: str) -> str | None:
@@ -2226,8 +2215,7 @@ class ChatTemplate:
             return ids_of(chat, self._edited(tools, edit))
 
         def controls_in(ids):
-            controls = _control_tokens(self.tokenizer)
-            return tuple(token for token in ids if token in controls)
+            return tuple(token for token in ids if token in self.controls)
 
         for divide in self.divisions:
             ids = ids_with(divide)
@@ -2526,8 +2514,8 @@ class ChatTemplate:
     def _punctuation(self):
         """A pattern of a switch, its group 1, or punctuation, or a control token without any."""
         switches = {text for text in self._texts_looked_for if not self.control.search(text)}
-        controls = {token.content for token in _control_tokens(self.tokenizer).values()}
-        words = {token for token in controls if re.fullmatch(r"\w+", token)}
+        controls = [token.content for token in self.controls.values()]
+        words = [token for token in controls if re.fullmatch(r"\w+", token)]
         either = rf"{_any_of(switches).pattern}|[^\w\s]|{_any_of(words).pattern}"
         return re.compile(either, re.IGNORECASE)
 
