@@ -2486,10 +2486,8 @@ class ChatTemplate:
 
         That is its role, keys and calls, and which texts it has of those that the template may
         look for: with Qwen3, for example, an answer with "</think>" has a form of its own."""
-        keys = tuple(key for key, value in message.items() if value)
-        n_calls = len(message.get("tool_calls") or ())
         found = {text.lower() for text in self._looked_for.findall(str(message))}
-        return message["role"], keys, n_calls, type(message.get("content")), *sorted(found)
+        return *_structure(message), *sorted(found)
 
     @functools.cached_property
     def _texts_looked_for(self):
@@ -2744,10 +2742,12 @@ ROLES_THAT_KEEP_MARKUP = ("assistant", "system")
 
 
 def _structure(message):
-    """Returns a message's role, its number of calls, and the types of its content's parts."""
+    """Returns a message's role, keys, number of calls, and the types of its content's parts."""
+    keys = tuple(key for key, value in message.items() if value)
+    n_calls = len(message.get("tool_calls") or ())
     content = message.get("content")
-    types = [part.get("type") for part in content] if isinstance(content, list) else []
-    return message["role"], len(message.get("tool_calls") or ()), types
+    types = tuple(part.get("type") for part in content) if isinstance(content, list) else None
+    return message["role"], keys, n_calls, types
 
 
 def _edit_said(message, edit):
