@@ -2235,7 +2235,8 @@ class ChatTemplate:
 
         def edit_text(text):
             text = clean(text)
-            if edit is str or not self._punctuation.search(text):
+            is_plain = not (self._punctuation.search(text) or self.control.search(text))
+            if edit is str or is_plain:
                 return text
             # Every second piece is markup.
             pieces = self.markup.split(text) if role in ROLES_THAT_KEEP_MARKUP else [text]
@@ -2245,16 +2246,16 @@ class ChatTemplate:
         return _edit_values(value, edit_text)
 
     def _with_letters(self, text):
-        """Returns a text with letters in place of punctuation, and of a token that has none.
+        """Returns a text with letters in place of punctuation, and of control tokens without any.
 
-        Different ones get different letters, because Mistral's template compares messages. Switches
-        such as "/no_think" stay, because they decide what the template writes."""
+        The letters differ, because Mistral's template compares messages. Switches such as
+        "/no_think" stay, because they decide what the template writes."""
 
         def letter(match):
-            is_switch = match[1]
-            return match[0] if is_switch else chr(ord("a") + ord(match[0][0]) % 26)
+            switch = match[1]
+            return switch or chr(ord("a") + ord(match[0]) % 26)
 
-        return self._punctuation.sub(letter, text)
+        return self.control.sub("x", self._punctuation.sub(letter, text))
 
     # -- what the template accepts
 
@@ -2510,12 +2511,9 @@ class ChatTemplate:
 
     @functools.cached_property
     def _punctuation(self):
-        """A pattern of a switch, its group 1, or punctuation, or a control token without any."""
+        """A pattern of a switch, which is its group 1, or of a punctuation mark."""
         switches = {text for text in self._texts_looked_for if not self.control.search(text)}
-        controls = [token.content for token in self.controls.values()]
-        words = [token for token in controls if re.fullmatch(r"\w+", token)]
-        either = rf"{_any_of(switches).pattern}|[^\w\s]|{_any_of(words).pattern}"
-        return re.compile(either, re.IGNORECASE)
+        return re.compile(rf"{_any_of(switches).pattern}|[^\w\s]", re.IGNORECASE)
 
     def _is_without_consequence(self, text):
         """Returns whether a common text in messages does not change the suffix of a later turn.
@@ -2742,12 +2740,14 @@ ROLES_THAT_KEEP_MARKUP = ("assistant", "system")
 
 
 def _structure(message):
-    """Returns a message's role, keys, number of calls, and the types of its content's parts."""
-    keys = tuple(key for key, value in message.items() if value)
+    """Returns a message's role, its keys that are not blank, its number of calls, and the kinds of
+    its content's parts."""
+    keys = tuple(key for key, value in message.items() if value and str(value).strip())
     n_calls = len(message.get("tool_calls") or ())
     content = message.get("content")
-    types = tuple(part.get("type") for part in content) if isinstance(content, list) else None
-    return message["role"], keys, n_calls, types
+    parts = content if isinstance(content, list) else ()
+    kinds = tuple((part.get("type"), *part) for part in parts)
+    return message["role"], keys, n_calls, kinds
 
 
 def _edit_said(message, edit):
@@ -2772,9 +2772,15 @@ def _edit_values(value, edit):
         return edit(value)
     if isinstance(value, list):
         return [_edit_values(inner, edit) for inner in value]
-    if isinstance(value, dict):
-        return {_edit_values(key, edit): _edit_values(value[key], edit) for key in value}
-    return value
+    if not isinstance(value, dict):
+        return value
+    edited = {}
+    for key, inner in value.items():
+        key = _edit_values(key, edit)
+        while key in edited:  # two keys became equal, and both must stay
+            key += "x"
+        edited[key] = _edit_values(inner, edit)
+    return edited
 
 
 def _join_contents(contents, separator):
