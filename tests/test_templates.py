@@ -381,6 +381,17 @@ def test_a_block_that_the_prompt_opened(said, reasoning, content, tokenizer):
         assert output.messages[-1]["reasoning_content"] == ""
 
 
+@pytest.mark.parametrize("keys", [["a.b", "a|b"], ["a", "a\ufdd0"]])
+def test_arguments_whose_keys_become_equal_all_stay(keys, tokenizer):
+    """GLM's template has control tokens at each."""
+    function = {"name": "f", "arguments": {key: n for n, key in enumerate(keys)}}
+    calls = [{"type": "function", "id": "0", "function": function}]
+    chat = [*PROMPT, {"role": "assistant", "content": "", "tool_calls": calls}]
+    template = template_of("glm4", tokenizer)
+    text = template.tokenizer.decode(template.render(chat, trusted=[]))
+    assert text.count("<arg_key>") == 2
+
+
 def test_a_thought_that_the_question_has_too_is_left_out_all_the_same(tokenizer):
     template = template_of("deepseek-r1", tokenizer)
     turn = {"role": "assistant", "reasoning_content": "1", "content": "2"}
