@@ -269,9 +269,11 @@ def bisection_smollm2():
         first, then = known[f"imitation_{seed}"], known[f"seed_{seed}"]
         then.seconds += first.seconds
         yield f"the reward, seed {seed}", *then.at("eval/reward", 0, 20), then.duration()
-    first, then = known["avx2_imitation_0"], known["avx2_0"]
-    then.seconds += first.seconds
-    yield "seed 0 in float32, AVX2 alone", *then.at("eval/reward", 0, 20), then.duration()
+    others = {"again": "seed 0 once more", "avx2": "seed 0 in float32, AVX2 alone"}
+    for run, label in others.items():
+        first, then = known[f"{run}_imitation_0"], known[f"{run}_0"]
+        then.seconds += first.seconds
+        yield label, *then.at("eval/reward", 0, 20), then.duration()
 
 
 @table
