@@ -1054,7 +1054,8 @@ class ToolAgentLoop(AgentLoopBase):
             **self.interaction_kwargs,
         )
         name = self.interaction.name
-        if not isinstance(reply, Sequence) or len(reply) != 4 or reply[0] not in (True, False):
+        has_four = isinstance(reply, Sequence) and len(reply) == 4
+        if not has_four or reply[0] not in (True, False):
             raise ValueError(
                 f"interaction {name!r} returned {reply!r:.80}: must be (done, text, "
                 "reward, metrics), and done True or False")
@@ -1137,7 +1138,8 @@ class CompactingLoop(ToolAgentLoop):
             return super().answer(trajectory, messages, images)
         *others, last = messages
         # Not a message of its own: some templates refuse two of a user in a row.
-        last = {**last, "content": _join_contents([last["content"], self.SUMMARISE], "\n\n")}
+        content = _join_contents([last["content"], self.SUMMARISE], "\n\n")
+        last = {**last, "content": content}
         fits = super().answer(trajectory, [*others, last], images)
         return self.compacting if fits else None
 
@@ -1255,7 +1257,8 @@ def _json_hint(name: str, hint, types: list):
         raise ValueError(
             f"its parameter {name!r} has the type hint {hint}; use str, int, float, bool, list, "
             "dict, tuple, Literal or an enum")
-    if origin is dict and arguments[:1] not in [(), (str,), (Any,)]:
+    keys = arguments[:1]
+    if origin is dict and keys not in [(), (str,), (Any,)]:
         types.append(tuple)  # JSON's keys are str: these are converted, as tuples are
     if origin is Literal or not arguments:
         return hint
@@ -1410,7 +1413,8 @@ def row_kwargs(row: dict, name: str) -> dict:
 
     They are stored in a column of that name, or, as in verl, under that key of extra_info.
     A row without them has {}."""
-    return row.get(name) or (row.get("extra_info") or {}).get(name) or {}
+    extra_info = row.get("extra_info") or {}
+    return row.get(name) or extra_info.get(name) or {}
 
 
 def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
@@ -1583,7 +1587,9 @@ def _depth(value):
     """Returns how deep lists and dicts are nested."""
     if isinstance(value, dict):
         value = [*value.values()]
-    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+    if not isinstance(value, list):
+        return 0
+    return 1 + max(map(_depth, value), default=0)
 
 
 def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
@@ -1693,8 +1699,10 @@ async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
         jobs = _IDLE_THREADS.pop()
     except IndexError:
         jobs = queue.SimpleQueue()
-        threading.Thread(target=_run_jobs, args=[jobs], name=USER_CODE, daemon=True).start()
-    jobs.put((result, functools.partial(context.run, function, *args, **kwargs)))
+        thread = threading.Thread(target=_run_jobs, args=[jobs], name=USER_CODE, daemon=True)
+        thread.start()
+    job = functools.partial(context.run, function, *args, **kwargs)
+    jobs.put((result, job))
     return await result
 
 
@@ -2032,7 +2040,8 @@ class ChatTemplate:
             return self._suffix_ids(chat[:n], chat[n:], stop, tools)
 
         chat = messages + new
-        form = json.dumps([n, stop, len(tools or ()), *map(_structure, chat)])
+        structures = map(_structure, chat)
+        form = json.dumps([n, stop, len(tools or ()), *structures])
         known = _cached(self.known_controls, 1024, form, set)
         return self._without_forged_tokens(ids_of, known, chat, tools)
 
@@ -2293,8 +2302,10 @@ class ChatTemplate:
                 "new token sequence")
         for chat in chats if self.answer_end is not None else ():
             turns = (PROBE_ANSWER, PROBE_REASONING)
-            lacking = min((self._prompt_and_turn(chat, turn, tools)[1] for turn in turns), key=len)
-            if lacking.replace(self.think_start, "").replace(self.think_end, "").strip():
+            parts = [self._prompt_and_turn(chat, turn, tools)[1] for turn in turns]
+            lacking = min(parts, key=len)
+            without_tags = lacking.replace(self.think_start, "").replace(self.think_end, "")
+            if without_tags.strip():
                 warnings.append(
                     f"the chat template's history lacks {lacking!r:.80} of its generation prompt: "
                     "the rollout keeps it")
@@ -2303,7 +2314,8 @@ class ChatTemplate:
             warnings.append(
                 "the chat template takes one tool call in a turn: the model is told that others "
                 "were not executed")
-        if tools and self.text(prompt, tools, True) == self.text(prompt, None, True):
+        without_tools = self.text(prompt, None, True)
+        if tools and self.text(prompt, tools, True) == without_tools:
             warnings.append(
                 "the chat template ignores tools: the policy does not see that it has any. Take "
                 "another model or template, or describe them in the prompt")
@@ -2391,7 +2403,8 @@ class ChatTemplate:
 
     def shows(self, message: dict, tools: list[dict]) -> bool:
         """Returns whether the template accepts a message with calls, and shows all of it."""
-        said = [message["content"].strip(), message.get("reasoning_content", "").strip()]
+        reasoning = message.get("reasoning_content", "")
+        said = [message["content"].strip(), reasoning.strip()]
         said += [call["function"]["name"] for call in message["tool_calls"]]
         with suppress(Exception):  # templates raise whatever they like
             text = self.text([PROBE_USER, message], tools)
@@ -2445,7 +2458,8 @@ class ChatTemplate:
             text = self.text(chat)
             if words[-1] in text:
                 # The last in the text: R1-Distill-Qwen writes calls before the text beside them.
-                return text[max(text.rfind(word) + len(word) for word in words) :]
+                end = max(text.rfind(word) + len(word) for word in words)
+                return text[end:]
         return None
 
     def _special_in(self, text):
@@ -2621,7 +2635,9 @@ PROBE_REASONING = {"role": "assistant", "reasoning_content": "?", "content": "?"
 
 def _probe_calls(n, **others):
     """Returns the message of an assistant that calls a tool n times."""
-    calls = [function_call(_call_id(1, number), "probe", {"text": "?"}) for number in range(n)]
+    calls = []
+    for number in range(n):
+        calls.append(function_call(_call_id(1, number), "probe", {"text": "?"}))
     return {"role": "assistant", "content": "", **others, "tool_calls": calls}
 
 
@@ -2700,7 +2716,8 @@ class Recent:
     def update(self, messages: list[dict]) -> list[dict]:
         """Returns the recent part of a chat. Walks only over messages that it has not seen."""
         n = self.n_seen
-        if n and (len(messages) < n or messages[n - 1] is not self.last_seen):
+        grows = len(messages) >= n
+        if n and not (grows and messages[n - 1] is self.last_seen):
             self._clear()  # it is another history
         for message in messages[self.n_seen :]:
             if message["role"] == "assistant":
@@ -2712,7 +2729,8 @@ class Recent:
                 self.start.append(message)
             self.last_seen = message
         self.n_seen = len(messages)
-        return [*self.start, *itertools.chain(*self.rounds.values()), *self.latest]
+        earlier = itertools.chain(*self.rounds.values())
+        return [*self.start, *earlier, *self.latest]
 
     def _end_round(self):
         """Moves the latest round to `rounds`, where it replaces the earlier one of its form."""
@@ -2742,7 +2760,8 @@ ROLES_THAT_KEEP_MARKUP = ("assistant", "system")
 def _structure(message):
     """Returns a message's role, its keys that are not blank, its number of calls, and the kinds of
     its content's parts."""
-    keys = tuple(key for key, value in message.items() if value and str(value).strip())
+    values = {key: value for key, value in message.items() if value}
+    keys = tuple(key for key, value in values.items() if str(value).strip())
     n_calls = len(message.get("tool_calls") or ())
     content = message.get("content")
     parts = content if isinstance(content, list) else ()
