@@ -908,7 +908,10 @@ def tell_of_exceptions(loop: AgentLoopBase):
         tool = loop.tools[name]
         function = tool.function if isinstance(tool, FunctionTool) else tool.execute
         what = describe_error(error, function).splitlines()[0]
-        print(f"\nthe tool {name!r} raised its first exception: {what}", file=sys.stderr)
+        print(
+            f"\nthe tool {name!r} raised its first exception, which the model reads: {what}",
+            file=sys.stderr,
+        )
 
 
 def checked_outputs(
@@ -1412,9 +1415,9 @@ class Pool:
         while not self.stop.requested:
             # Usually the only access to the store between two steps of the engine.
             n_ended = self.store.add("ended", 0)
+            bar.update(n_ended - n_before - bar.n)
             if n_ended != n_seen:
                 n_seen = n_ended
-                bar.update(n_ended - n_before - bar.n)
                 if is_done():
                     return True
             if self.future.done():

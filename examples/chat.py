@@ -157,6 +157,7 @@ def main(argv: list[str]) -> None:
     from flatrl.vllm_engine import check_model
     from rollout import Engine
 
+    print(f"loading {args.model} and vLLM")
     task = data.load_task(args.task)
     accelerator, _ = devices.start_processes(args)
     train.complete_flags(args, accelerator.device.type == "cuda")
@@ -172,6 +173,7 @@ def main(argv: list[str]) -> None:
     train.sync(engine, policy, 0)
     background = Background()
     print("/new begins another conversation, Ctrl-D ends")
+    print("a policy that has only seen one question in a conversation needs /new after each")
     question = example(task, args)
     if question:
         print(f"ask, for example: {question}")

@@ -20,6 +20,7 @@ Left out, to keep it short, and where to find it:
 import argparse
 import asyncio
 import itertools
+import os
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from flatrl.launch import prepare_process
 
 if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # enough for a tiny model
     prepare_process()  # sets what torch reads when it is imported; Ctrl-C prints no traceback
 
 import torch

@@ -79,3 +79,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("python examples/smollm2.py FOLDER")
     convert(sys.argv[1])
+    print(f"wrote the model to {sys.argv[1]}: give train.py --model {sys.argv[1]}")

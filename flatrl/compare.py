@@ -111,6 +111,8 @@ def verdict(pair: Pair) -> str:
     """Returns the sentence about the last pair of a comparison."""
     if pair.decided:
         return f"{pair} after {pair.pairs} pairs"
+    if not isfinite(pair.low):
+        return f"no verdict: {pair.pairs} pair(s) are too few for the test; give more --pairs"
     return f"not told apart after {pair.pairs} pairs: {pair}"
 
 
@@ -125,6 +127,7 @@ def run_once(command: str, folder: Path):
         return
     done.unlink(missing_ok=True)  # of another command, or of a folder that is gone
     log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{folder.name} runs; its output is in {log}", flush=True)
     with log.open("w") as stream:
         code = subprocess.run(command, shell=True, stdout=stream, stderr=stream).returncode
     if code:

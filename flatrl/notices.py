@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from agent_loop import AgentLoopOutput, row_kwargs, total_reward
@@ -82,7 +83,7 @@ class Notices:
         step = metrics["step"]
         log = self.log
         for line in missing(metrics):
-            log.say(line)
+            log.say(f"warning: {line}")
         trained = rollouts.trained if batch else []
         self.report.step(step, trained, batch)
         if self.tracker:
@@ -108,7 +109,8 @@ class Notices:
             log.warn_once(warning)
         if step % SHOW_EVERY == 1:
             text = whole_text(rollouts.outputs[0], log.tokenizer)
-            log.say(f"the first trajectory of step {step}:\n{text}")
+            kind = "demonstration" if "demonstration" in rollouts.outputs[0].extra else "trajectory"
+            log.say(f"the first {kind} of step {step}:\n{text}")
 
     def close(self):
         self.report.close()
@@ -129,6 +131,8 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
         counts[1] = "no validation rows, so no evaluation"
     millions = network.model.num_parameters() / 1e6
     devices = f"{dist.get_world_size()} x {device.type}"
+    if device.type == "cpu":
+        devices += f" with {torch.get_num_threads()} thread(s)"
     model = f"{args.model}: {millions:.2f}M parameters, {args.dtype}, {devices}"
     if not network.is_packed:
         model += "; its layers take no packed sequences: each is computed alone, right-padded"
@@ -136,6 +140,8 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
     if args.num_steps:
         if not args.rollout_only:
             lines.append(preset_line(args))
+            if args.algo != "sft" and any(row.get("demonstration") for row in first(rows["train"])):
+                lines.append(imitation_line(args))
         resuming = f"resuming after step {steps_done} of " if steps_done else ""
         plan = f"{step_line(args)}; {resuming}{args.num_steps} steps"
     else:
@@ -173,6 +179,16 @@ def step_line(args) -> str:
     elif args.updates_per_step == 1:
         updates += " (so the ratio is 1, and clips have no effect)"
     return f"{step}, {updates}, lr {args.lr:g}"
+
+
+def imitation_line(args) -> str:
+    """Says which steps imitate demonstrations."""
+    n = args.imitation_steps
+    if n == 0:
+        return "demonstrations are not imitated (--imitation_steps 0)"
+    steps = "all steps" if n is None else f"the first {n} step(s)"
+    hint = "; --imitation_steps N: only the first N do" if n is None else ""
+    return f"{steps} imitate the demonstrations of the rows that have one, unsampled{hint}"
 
 
 def preset_line(args) -> str:
@@ -232,7 +248,10 @@ def missing(metrics: dict) -> list[str]:
     lines = []
     n = metrics.get("rollout/failed_agent_loop", 0) + metrics.get("rollout/failed_reward", 0)
     if n:
-        lines.append(f"{n} rollouts of step {step} failed, and its means do not count them")
+        counted = metrics.get("rollout/trajectories", 0) + metrics.get("rollout/demonstrations", 0)
+        lines.append(
+            f"{n} of {n + counted:.0f} rollouts of step {step} failed, and its means do not count them"
+        )
     if metrics.get("eval/failed"):
         lines.append(missing_of_eval(step, metrics["eval/failed"], metrics["eval/trajectories"]))
     return lines
@@ -268,11 +287,11 @@ def why_nothing(outputs: list[AgentLoopOutput]) -> str:
 
 
 def unless_saved(best: int, rewards: dict[int, float], checkpoint: Path) -> str:
-    """Returns a remark if the best evaluation's step was not saved, else "".
+    """Returns a remark if no step with the best evaluation was saved, else "".
 
     rewards: of all evaluations, by step; checkpoint: the best saved one."""
     step = int(checkpoint.name.removeprefix("step_"))
-    if step == best:
+    if rewards.get(step) == rewards[best]:
         return ""
     if step not in rewards:  # no saved step was evaluated, and this is the latest
         return " (not saved)"
@@ -317,6 +336,9 @@ def summary(args, steps_done: int, checkpoint: Path | None = None) -> str:
     if list(folder.glob("checkpoints/step_*")):
         if steps_done < args.num_steps:
             lines.append(f"continue: {again} --resume")
+            if steps_done and args.lr_schedule == "constant":
+                lines.append(f"or end it here, with a policy to evaluate: {again} --resume "
+                             f"--num_steps {steps_done}")
         elif args.lr_schedule == "constant":
             lines.append(f"more steps: {again} --resume --num_steps {2 * args.num_steps}")
             if args.is_reached_by({"eval/reward": rewards.get(steps_done, -math.inf)}):

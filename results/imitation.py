@@ -28,5 +28,6 @@ def with_guesses(row: dict) -> dict:
 
 if __name__ == "__main__":
     random.seed(0)
-    rows = map(with_guesses, load("train"))
+    rows = [*map(with_guesses, load("train"))]
     Path(sys.argv[1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"wrote {len(rows)} games to {sys.argv[1]}")

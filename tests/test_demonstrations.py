@@ -291,7 +291,8 @@ def test_first_demonstrated_then_sampled_and_replayed(cache, tmp_path):
     """The first two steps play what rows have, among sampled rows."""
     whole, replayed = tmp_path / "whole", tmp_path / "replayed"
     flags = [*TINY, *task_file(tmp_path, SHOWN), "--imitation_steps", "2", "--num_steps", "3"]
-    run(*flags, "--output_dir", whole, cache=cache)
+    printed = run(*flags, "--output_dir", whole, cache=cache)
+    assert "the first 2 step(s) imitate the demonstrations of the rows that have one" in printed
     rows = metrics_of(whole)
     n_shown = 0
     for step, row in enumerate(rows[1:], 1):

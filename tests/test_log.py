@@ -12,7 +12,7 @@ from conftest import output_of, rows_of
 
 import data
 from agent_loop import AgentLoopOutput
-from flatrl import checkpoints, notices
+from flatrl import checkpoints, notices, terminal
 from flatrl.log import Log
 from flatrl.metrics import describe_eval
 from flatrl.terminal import Bar
@@ -80,6 +80,19 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(args, tmp_path):
     assert rows_of(file) == rows[:4]
     resumed.metrics(rows[4])
     assert rows_of(file) == rows[:5]
+
+
+def test_a_long_phase_is_told_of_in_a_file(monkeypatch, capsys):
+    clock = iter([0, 59, 60, 100, 120])
+    now = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr(terminal, "time", now)
+    monkeypatch.setenv("RANK", "0")
+    bar = Bar(None, "evaluation at step 0", total=9, unit="prompt")
+    for n in (0, 3, 1, 0):
+        bar.update(n)
+    lines = capsys.readouterr().out.splitlines()
+    beginning = "evaluation at step 0: {} of 9 prompts after {} s"
+    assert lines == [beginning.format(3, 60), beginning.format(4, 120)]
 
 
 def test_rollouts_are_a_line_each(args, tmp_path):

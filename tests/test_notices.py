@@ -128,23 +128,26 @@ def test_a_template_that_ignores_tools_is_told_of(tokenizer):
 
 def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch):
     monkeypatch.setattr(notices, "SHOW_EVERY", 6)
-    monkeypatch.setattr(notices, "whole_text", lambda output, tokenizer: f"it is {output}")
     found = notices_of(log)
     outputs = sampled(2, reward=0.0, metrics={"tool_calls": 0}, stop_reason="length")
-    rollouts = SimpleNamespace(sampled=outputs, outputs=["the first"], trained=[])
+    first = outputs[0]
+    monkeypatch.setattr(notices, "whole_text", lambda output, _: f"it is {output is first}")
+    rollouts = SimpleNamespace(sampled=outputs, outputs=outputs, trained=[])
     mask = torch.tensor([[1.0, 0.0]])  # the token behind the mask teaches nothing
     for step, advantage in enumerate((0, 0, 1, 0, 0, 0, 0, 0), 1):
         advantages = torch.tensor([[advantage, 5.0]])
         batch = {"advantages": advantages, "response_mask": mask}
+        if step == 7:
+            first.extra["demonstration"] = True
         found.step({"step": step}, rollouts, batch)
     found.step({"step": 9})  # an evaluation alone
     assert log.said.count("something else") == 8
     said = [text for text in log.said if text != "something else"]
     beginnings = [
         "warning: step 1 taught nothing: 0 of 2 called a tool, 100% were cut off by a limit",
-        "the first trajectory of step 1:\nit is the first",
+        "the first trajectory of step 1:\nit is True",
         "warning: step 4 taught nothing: ",
-        "the first trajectory of step 7:",
+        "the first demonstration of step 7:\nit is True",
     ]
     assert len(said) == 4 and all(map(str.startswith, said, beginnings))
     assert ", all rewards are 0 (" in said[0]
@@ -178,10 +181,10 @@ def test_rollouts_that_failed_are_counted_below_the_table_and_at_the_end(log):
     found = notices_of(log)
     found.step({"step": 3, "eval/trajectories": 100} | dict.fromkeys(failed, 0))
     assert log.said == []
-    found.step({"step": 2, "eval/trajectories": 27} | failed)
-    assert log.said[0].startswith("5 rollouts of step 2 failed")
+    found.step({"step": 2, "eval/trajectories": 27, "rollout/trajectories": 11.0} | failed)
+    assert log.said[0].startswith("warning: 5 of 16 rollouts of step 2 failed")
     said = "73 of 100 rollouts of the evaluation at step {} failed or were skipped"
-    assert log.said[1].startswith(said.format(2)) and len(log.said) == 2
+    assert log.said[1].startswith(f"warning: {said.format(2)}") and len(log.said) == 2
 
     rows = []
     for step, (reward, n) in enumerate([(0.5, 73), (1.0, 73), (0.7, 73), (0.9, 0), (0.8, 73)]):
@@ -209,7 +212,8 @@ def test_the_summary_tells_how_it_went_and_what_to_do_next(tmp_path):
     said = notices.summary(args, 2, saved)
     assert "\nreward 0.500 -> 0.625, best 0.750 at step 2\n" in f"\n{said}"
     assert "\neval reward 0.250 -> 1.000, best 1.000 at step 2\n" in said
-    assert said.endswith(" --resume") and "--model" not in said
+    assert said.endswith(" --resume --num_steps 2") and "--model" not in said
+    assert "not saved" not in notices.summary(args, 2, saved.with_name("step_000003"))
     for step, remark in (0, "; the best saved checkpoint is step_000000, 0.250"), (1, ""):
         said = notices.summary(args, 2, saved.with_name(f"step_00000{step}"))
         assert f", best 1.000 at step 2 (not saved{remark})\n" in said
@@ -218,7 +222,7 @@ def test_the_summary_tells_how_it_went_and_what_to_do_next(tmp_path):
     assert f"--num_steps 0 --model {tmp_path}/final --output_dir {tmp_path}-eval\n" in said
     assert said.endswith(" --resume --num_steps 8")
     args.stop_at_reward = 0.5
-    assert notices.summary(args, 3).endswith(" --resume")
+    assert "\ncontinue: the same command, with --resume\n" in notices.summary(args, 3)
     args.num_steps = 3  # it has stopped there
     assert notices.summary(args, 3).endswith(" --num_steps 6 and without --stop_at_reward")
     args.lr_schedule = "linear"  # its end was the schedule's

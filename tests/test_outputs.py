@@ -137,6 +137,7 @@ def test_the_first_exception_of_a_tool_is_printed_with_its_line(tokenizer, monke
     reasons = ["ZeroDivisionError: division by zero", "RuntimeError: SystemExit(3)"]
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert lines == [
-        f"the tool {name!r} raised its first exception: {__file__}, line {place}: {reason}"
+        f"the tool {name!r} raised its first exception, which the model reads: {__file__}, "
+        f"line {place}: {reason}"
         for name, place, reason in zip(["divide", "leave"], places, reasons)
     ]
