@@ -141,4 +141,8 @@ packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
     &>/dev/null || true  # files for a newer Python may fail
 echo "$wanted" >"$stamp"
 say "done in $SECONDS s"
-if [ -z "$(_flatrl_env)${FLATRL_SOURCED:-}" ]; then say "now: source $env/bin/activate"; fi
+if [ -z "$(_flatrl_env)${FLATRL_SOURCED:-}" ]; then
+    say "now: source $env/bin/activate"
+else
+    say "now: accelerate launch train.py"
+fi

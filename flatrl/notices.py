@@ -248,9 +248,10 @@ def missing(metrics: dict) -> list[str]:
     lines = []
     n = metrics.get("rollout/failed_agent_loop", 0) + metrics.get("rollout/failed_reward", 0)
     if n:
-        counted = metrics.get("rollout/trajectories", 0) + metrics.get("rollout/demonstrations", 0)
+        others = ("rollout/trajectories", "rollout/demonstrations")
+        n_all = n + sum(metrics.get(name, 0) for name in others)
         lines.append(
-            f"{n} of {n + counted:.0f} rollouts of step {step} failed, and its means do not count them"
+            f"{n} of {n_all:.0f} rollouts of step {step} failed, and its means do not count them"
         )
     if metrics.get("eval/failed"):
         lines.append(missing_of_eval(step, metrics["eval/failed"], metrics["eval/trajectories"]))

@@ -158,6 +158,8 @@ class Stop:
                 how = "a second Ctrl-C: at once"
                 if number == signal.SIGINT and launcher() == "accelerate":
                     how = 'wait for "stopped": the launcher leaves before, with a traceback'
+                elif launcher():
+                    how += "; the launcher ends with a traceback"
                 print(f"\nstopping; whole steps are kept ({how})", file=sys.stderr)
         if number == signal.SIGINT:
             # Launchers pass on the Ctrl-C that the terminal has sent to this process, too.
