@@ -1934,6 +1934,7 @@ class ChatTemplate:
         )
         self.rendered_ids = {}  # of chats that `render` has seen
         self.known_controls = {}  # see `_without_forged_tokens`
+        self.made_of_tools = {}  # see `_of_tools`
         self.checked_forms = set()  # of prompts that `check_prompt` has seen
         given = {*stops}
         # A template for chats with tools alone (Hermes-2-Pro) raises without a list: [] will do.
@@ -2221,7 +2222,8 @@ class ChatTemplate:
                 message if message in trusted else self._edited(message, edit, message["role"])
                 for message in messages
             ]
-            return ids_of(chat, self._edited(tools, edit))
+            schemas = self._of_tools(edit, tools, lambda: self._edited(tools, edit))
+            return ids_of(chat, schemas)
 
         def controls_in(ids):
             return tuple(token for token in ids if token in self.controls)
@@ -2253,6 +2255,11 @@ class ChatTemplate:
             return "".join(pieces)
 
         return _edit_values(value, edit_text)
+
+    def _of_tools(self, name, tools, make):
+        """Returns make(), cached by name and tools, because there may be many tools."""
+        key = name, json.dumps(tools, default=repr)
+        return _cached(self.made_of_tools, 64, key, make)
 
     def _with_letters(self, text):
         """Returns a text with letters in place of punctuation, and of control tokens without any.
@@ -2408,7 +2415,8 @@ class ChatTemplate:
         said += [call["function"]["name"] for call in message["tool_calls"]]
         with suppress(Exception):  # templates raise whatever they like
             text = self.text([PROBE_USER, message], tools)
-            before = self.text([PROBE_USER], tools)  # the tools' schemas also contain the names
+            # The tools' schemas also contain the names.
+            before = self._of_tools("shows", tools, lambda: self.text([PROBE_USER], tools))
             return all(text.count(each) > before.count(each) for each in said)
         return False
 
