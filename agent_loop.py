@@ -1763,16 +1763,25 @@ def checked_text(text, name: str) -> str:
     return clean(text)
 
 
+def as_number(value) -> float | None:
+    """Returns a value from user code as a float, or None if it is no number.
+
+    A str is none, even if it contains a number."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        return float(value)
+    except Exception:  # TypeError, or whatever an array or a class of the user raises
+        return None
+
+
 def checked_number(value, name: str) -> float:
     """Returns a number from user code as a float.
 
-    Raises ValueError for NaN, for numbers of 1e38 or more, and for all other values, even a
-    str that contains a number. `name` identifies the value in its message."""
-    number = math.nan
-    if not isinstance(value, (str, bytes)):
-        with suppress(TypeError, ValueError, OverflowError):
-            number = float(value)
-    if not abs(number) < FLOAT32_LIMIT:  # true for NaN as well
+    Raises ValueError for NaN, for numbers of 1e38 or more, and for all values that are no number
+    (`as_number`). `name` identifies the value in its message."""
+    number = as_number(value)
+    if number is None or not abs(number) < FLOAT32_LIMIT:  # true for NaN as well
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return number
 
@@ -2321,8 +2330,7 @@ class ChatTemplate:
             warnings.append(
                 "the chat template takes one tool call in a turn: the model is told that others "
                 "were not executed")
-        without_tools = self.text(prompt, None, True)
-        if tools and self.text(prompt, tools, True) == without_tools:
+        if tools and self.text(prompt, tools, True) == self.text(prompt, None, True):
             warnings.append(
                 "the chat template ignores tools: the policy does not see that it has any. Take "
                 "another model or template, or describe them in the prompt")

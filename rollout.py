@@ -52,6 +52,7 @@ from agent_loop import (
     FunctionTool,
     TokenOutput,
     agent_loop_class,
+    as_number,
     call,
     checked_number,
     expand,
@@ -1044,15 +1045,12 @@ def _need_number(reward, row):
 
     NaN passes: a number that is not finite costs its rollout only."""
     score = reward.get("score") if isinstance(reward, dict) else reward
-    with suppress(Exception):  # a tensor, for example, raises its own
-        if not isinstance(score, str | bytes):
-            float(score)
-            return
-    raise BadReward(
-        f"reward returned {reward!r:.80} for the row with index {row.get('index')}: return a "
-        'number (0 for a wrong answer), or a dict with one under "score"; to leave a rollout out, '
-        "raise an error"
-    )
+    if as_number(score) is None:
+        raise BadReward(
+            f"reward returned {reward!r:.80} for the row with index {row.get('index')}: return a "
+            'number (0 for a wrong answer), or a dict with one under "score"; to leave a rollout '
+            "out, raise an error"
+        )
 
 
 def _checked_reward(reward):

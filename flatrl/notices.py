@@ -305,9 +305,9 @@ def summary(args, steps_done: int, checkpoint: Path | None = None) -> str:
     There is a line only for what can be done. steps_done: the steps of this run so far.
     checkpoint: the best saved one, if there is any."""
     folder = Path(args.output_dir)
+    evaluated = logged(folder, "eval/reward")
     lines = []
-    for title, name in ("reward", "reward/mean"), ("eval reward", "eval/reward"):
-        rewards = logged(folder, name)
+    for title, rewards in ("reward", logged(folder, "reward/mean")), ("eval reward", evaluated):
         if not rewards:
             continue
         lines.append(f"{title} {rewards[min(rewards)]:.3f}")
@@ -315,13 +315,12 @@ def summary(args, steps_done: int, checkpoint: Path | None = None) -> str:
             best = max(rewards, key=rewards.get)
             last = rewards[max(rewards)]
             lines[-1] += f" -> {last:.3f}, best {rewards[best]:.3f} at step {best}"
-            if name == "eval/reward" and checkpoint:
+            if rewards is evaluated and checkpoint:
                 lines[-1] += unless_saved(best, rewards, checkpoint)
-    rewards = logged(folder, "eval/reward")
-    failed = logged(folder, "eval/failed")
-    counted = logged(folder, "eval/trajectories")
-    if rewards:
-        shown = {max(rewards, key=rewards.get), max(rewards)}  # the best and the last
+    if evaluated:
+        failed = logged(folder, "eval/failed")
+        counted = logged(folder, "eval/trajectories")
+        shown = {max(evaluated, key=evaluated.get), max(evaluated)}  # the best and the last
         for step in sorted(shown & counted.keys()):
             if failed[step]:
                 lines.append(missing_of_eval(step, failed[step], counted[step]))
@@ -342,6 +341,6 @@ def summary(args, steps_done: int, checkpoint: Path | None = None) -> str:
                              f"--num_steps {steps_done}")
         elif args.lr_schedule == "constant":
             lines.append(f"more steps: {again} --resume --num_steps {2 * args.num_steps}")
-            if args.is_reached_by({"eval/reward": rewards.get(steps_done, -math.inf)}):
+            if args.is_reached_by({"eval/reward": evaluated.get(steps_done, -math.inf)}):
                 lines[-1] += " and without --stop_at_reward"
     return "\n".join(lines)

@@ -156,9 +156,10 @@ class Stop:
             self.is_told = True
             with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
                 how = "a second Ctrl-C: at once"
-                if number == signal.SIGINT and launcher() == "accelerate":
+                started_by = launcher() if number == signal.SIGINT else ""
+                if started_by == "accelerate":
                     how = 'wait for "stopped": the launcher leaves before, with a traceback'
-                elif launcher():
+                elif started_by:
                     how += "; the launcher ends with a traceback"
                 print(f"\nstopping; whole steps are kept ({how})", file=sys.stderr)
         if number == signal.SIGINT:
