@@ -369,7 +369,13 @@ class Trajectory:
         self.response_logprobs.extend(logprobs)
         self.response_versions.extend(versions)
 
-    def record(self, kind: str, name: str, reward: float | None, metrics: dict | None):
+    def record(
+        self,
+        kind: str,
+        name: str,
+        reward: float | None,
+        metrics: dict | None,
+    ):
         """Records a turn reward, at the last token so far, and adds metrics to the rollout's.
 
         kind and name identify the source, such as "tool" and "calculator". A metric becomes
@@ -515,7 +521,11 @@ class AgentLoopBase:
         n_tokens = self.window + 64  # 64 is for the keys and brackets that `str` writes
         return len(str(messages)) > MAX_TOKEN_CHARACTERS * n_tokens
 
-    def room(self, trajectory: Trajectory, used: int | None = None) -> int:
+    def room(
+        self,
+        trajectory: Trajectory,
+        used: int | None = None,
+    ) -> int:
         """Returns how many more response tokens fit both the rollout's budget and the window.
 
         used: tokens in the window; default: those of the trajectory's current sequence."""
@@ -654,7 +664,11 @@ class AgentLoopBase:
                 message[name] = decode(part_ids, skip_special_tokens=True)
         return message, text
 
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+    async def score(
+        self,
+        ids: list[int],
+        start: int = 1,
+    ) -> list[float]:
         """Returns the logprob of each of ids[start:], given all ids before it.
 
         ids: any text without images, at most window - 1 tokens. The weights are those that the
@@ -685,7 +699,12 @@ class AgentLoopBase:
         return chat_template(self.tokenizer, stops, self.args.think_tags)
 
 
-def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str | None, str]:
+def split_reasoning(
+    text: str,
+    start: str,
+    end: str,
+    opened: bool,
+) -> tuple[str | None, str]:
     """Splits an assistant's text into (reasoning, the rest). Reasoning is None without tags.
 
     Reasoning is everything up to the last end tag, plus anything after a later start tag:
@@ -947,7 +966,13 @@ class ToolAgentLoop(AgentLoopBase):
             messages = [{"role": "user", "content": _join_contents(contents, "\n")}]
         return self.answer(trajectory, messages, images)
 
-    def _record_response(self, trajectory, name, response, n_images):
+    def _record_response(
+        self,
+        trajectory,
+        name,
+        response,
+        n_images,
+    ):
         """Counts a tool call, records its response's reward and metrics, and returns the response.
 
         If it is an exception, or is invalid, returns a response with the error instead: the
@@ -1446,7 +1471,12 @@ class Interaction:
     async def start(self, request_id: str, **kwargs) -> str | None:
         """Returns a first user message, which follows the row's prompt, or None."""
 
-    async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple:
+    async def generate_response(
+        self,
+        request_id: str,
+        messages: list[dict],
+        **kwargs,
+    ) -> tuple:
         """Returns (done, text, reward, metrics).
 
         done: whether the rollout ends here. text: the next user message; if done, it may be None.
@@ -1519,7 +1549,12 @@ def _parser_request(schemas):
 WITHOUT_ARGUMENTS = re.compile(r'(\{\s*"name"\s*:\s*"[^"\\]*"\s*)\}')
 
 
-def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]) -> tuple:
+def parse_tool_calls(
+    text: str,
+    parser_name: str,
+    tokenizer,
+    schemas: list[dict],
+) -> tuple:
     """Returns (the text outside of tool calls, [{"name", "arguments", "error"}, ...]).
 
     arguments is a dict. error is None, or tells the model why the call can't be executed. A
@@ -1592,7 +1627,12 @@ def _depth(value):
     return 1 + max(map(_depth, value), default=0)
 
 
-def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
+def set_tool_calls(
+    message: dict,
+    content: str,
+    calls: list[dict],
+    turn: int,
+):
     """Sets content and tool_calls of an assistant's message, in place.
 
     content, calls: as from `parse_tool_calls`. turn: the number of the assistant's turn, for
@@ -1658,7 +1698,11 @@ class CallTimeoutError(TimeoutError):
 DEADLINE = contextvars.ContextVar("DEADLINE")
 
 
-async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
+async def in_time(
+    name: str,
+    seconds: float,
+    coroutine: Awaitable,
+) -> Any:
     """Awaits user code under a deadline, and returns its result.
 
     The code runs as a task called `name`. The task is cancelled at the deadline, or if the
@@ -1854,7 +1898,11 @@ def image_tokens(images, processor):
     return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
 
 
-def expand(ids: list[int], images: Sequence, processor) -> list[int]:
+def expand(
+    ids: list[int],
+    images: Sequence,
+    processor,
+) -> list[int]:
     """Repeats each image's placeholder for every token of the image, as the model expects.
 
     processor: the model's image processor; None for text models. Raises ValueError unless
@@ -2141,7 +2189,12 @@ class ChatTemplate:
 
     # -- a turn that is given
 
-    def turn_ids(self, turn: dict, prompt_ids: Sequence[int] = (), number: int = 1) -> list[int]:
+    def turn_ids(
+        self,
+        turn: dict,
+        prompt_ids: Sequence[int] = (),
+        number: int = 1,
+    ) -> list[int]:
         """Returns the ids of an assistant's turn, including the stop token that ends it.
 
         They are the ids of what the template writes after a generation prompt or, if that lacks
@@ -2284,7 +2337,12 @@ class ChatTemplate:
 
     # -- what the template accepts
 
-    def check(self, prompt: list[dict], tools: list[dict], has_user: bool) -> list[str]:
+    def check(
+        self,
+        prompt: list[dict],
+        tools: list[dict],
+        has_user: bool,
+    ) -> list[str]:
         """Checks a task's chats: a prompt, calls of tools, replies of a simulated user.
 
         Returns warnings. Raises BadInput if the template does not accept them."""
@@ -2344,7 +2402,11 @@ class ChatTemplate:
             warnings.append(f"the chat template writes a message twice: {text!r:.200}")
         return warnings
 
-    def check_prompt(self, prompt: list[dict], tools: list[dict] | None = None):
+    def check_prompt(
+        self,
+        prompt: list[dict],
+        tools: list[dict] | None = None,
+    ):
         """Raises BadInput if the template does not show what each message of a prompt says.
 
         Reasoning is not checked, because many templates drop it in earlier turns. Prompts with
@@ -2365,7 +2427,11 @@ class ChatTemplate:
                 raise BadInput(f"the model's chat template does not take this prompt: {problem}")
             self.checked_forms.add(form)
 
-    def problem_with(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+    def problem_with(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+    ) -> str:
         """Returns why the template does not accept messages of a probe chat, or "" if it does."""
         chat, words = _probe_chat(messages)
         try:
@@ -2601,7 +2667,11 @@ def render(
     return chat_template(tokenizer).render(messages, tools, trusted)
 
 
-def text_slices(ids: list[int], messages: list[dict], suffix: Callable) -> list[tuple[int, int]]:
+def text_slices(
+    ids: list[int],
+    messages: list[dict],
+    suffix: Callable,
+) -> list[tuple[int, int]]:
     """Returns the slices (start, end) of a suffix's ids that are the texts of its messages.
 
     A token that contains part of a text counts, even if it also contains part of the template.
@@ -2892,7 +2962,12 @@ def _inner_ids(tokenizer, text):
     return ids[1:] if start else ids
 
 
-def shorten(text: str, limit: int, side: str, tokenizer) -> str:
+def shorten(
+    text: str,
+    limit: int,
+    side: str,
+    tokenizer,
+) -> str:
     """Cuts a long text to `limit` tokens, with "..." for the rest.
 
     side: the part that is kept, as in verl: "left" keeps the start, "right" the end, and

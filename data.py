@@ -82,7 +82,10 @@ TASK_ARGUMENTS = {
 }
 
 
-def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleType:
+def load_task(
+    path: str,
+    needs: Sequence[str] = ("load", "reward"),
+) -> ModuleType:
     """Imports a task file and returns the module. It may import modules from its own folder.
 
     needs: names of functions in TASK_ARGUMENTS that the file must define. Raises BadInput if the
@@ -172,7 +175,10 @@ def load_rows(
     return [checked(number) for number in range(len(rows))]
 
 
-def demonstrated(rows: Sequence[dict], only: bool) -> Sequence[dict]:
+def demonstrated(
+    rows: Sequence[dict],
+    only: bool,
+) -> Sequence[dict]:
     """Returns all rows or, with only=True, only the rows that have a demonstration.
 
     Raises BadInput if no row has one."""
@@ -292,7 +298,14 @@ def _text_places(messages: list[dict]) -> list[tuple[dict, str]]:
     return places
 
 
-def _prompt_length(name: str, row: dict, chat_tokenizer, task, args, processor) -> int:
+def _prompt_length(
+    name: str,
+    row: dict,
+    chat_tokenizer,
+    task,
+    args,
+    processor,
+) -> int:
     """Returns the number of tokens in a row's rendered prompt, with its images and its hint.
 
     Raises BadInput if the row's agent loop, one of its tools or its interaction is unknown, if
@@ -393,7 +406,11 @@ def groups_with_signal(units: Units, values: N) -> set[int]:
     return {group for group, values in values_of_group.items() if len(values) > 1}
 
 
-def collate(outputs: Outputs, image_token_id: int = -1, with_observations: bool = False) -> dict:
+def collate(
+    outputs: Outputs,
+    image_token_id: int = -1,
+    with_observations: bool = False,
+) -> dict:
     """Returns one or more outputs as a dict of right-padded tensors.
 
     For B outputs, with T tokens in the longest response and L tokens in the longest sequence
@@ -454,7 +471,10 @@ def collate(outputs: Outputs, image_token_id: int = -1, with_observations: bool 
     return tensors
 
 
-def observed(outputs: Outputs, image_token_id: int = -1) -> list[list[int]]:
+def observed(
+    outputs: Outputs,
+    image_token_id: int = -1,
+) -> list[list[int]]:
     """Returns for each response token of each output whether it is an observation: 1 or 0.
 
     Sampled tokens and placeholders of images are not. An observation in a prefix that outputs of a
@@ -530,7 +550,11 @@ class Batch(dict):
         return losses.group_sum(self["response_mask"].sum(-1), self.units.unit_of_row)
 
 
-def make_batch(outputs: Outputs, processor=None, with_observations: bool = False) -> Batch:
+def make_batch(
+    outputs: Outputs,
+    processor=None,
+    with_observations: bool = False,
+) -> Batch:
     """Returns outputs as a Batch. Their rewards may still be missing.
 
     processor: that of a model with vision, else None. with_observations: see `collate`."""
@@ -788,7 +812,11 @@ def total_rewards(outputs: Outputs) -> list[tuple[int, float]]:
     ]
 
 
-def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]]:
+def mini_batches(
+    prompts: B,
+    n: int,
+    seeds: Sequence[int],
+) -> Iterator[list[int]]:
     """Yields the rows of each optimiser step: in every epoch, n nearly equal shares of the prompts.
 
     prompts: the prompt of each row. All rows of a prompt stay together, because a unit's rows must
@@ -803,7 +831,12 @@ def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]
                 yield torch.isin(prompts, part).nonzero().flatten().tolist()
 
 
-def columns_of(batch: dict, micro: "MicroBatch", names: Sequence[str], device) -> dict:
+def columns_of(
+    batch: dict,
+    micro: "MicroBatch",
+    names: Sequence[str],
+    device,
+) -> dict:
     """Returns the named columns of a micro-batch's rows, on a device; all 0 for a filler."""
     columns = to_device({name: batch[name][micro.rows] for name in names}, device)
     if micro.is_filler:
@@ -903,7 +936,10 @@ def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
     return MicroBatch(rows, lengths, shared)
 
 
-def balance(lengths: list[int], n: int) -> list[list[int]]:
+def balance(
+    lengths: list[int],
+    n: int,
+) -> list[list[int]]:
     """Deals the indices of some lengths to n shares of about equal total length.
 
     The LPT rule of scheduling: the longest is dealt first (ties: lower index), each to the
@@ -1169,7 +1205,12 @@ def pack_rows(
 ID_LIMIT = 2**32
 
 
-def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
+def _predictions(
+    batch: dict,
+    micro: MicroBatch,
+    ids: BL,
+    places: BL,
+) -> dict:
     """Returns which tokens of a micro-batch are predicted, and from where.
 
     ids: the token ids of its rows. places: their places (`pack_rows`). n of these tokens are
