@@ -140,7 +140,8 @@ class TokenOutput:
     prompt_ids: list[int]
 
 
-# "abort": the engine gave up, or a loop went on after its demonstration. "error": for your loops.
+# "abort": the engine gave up, or a loop went on after its demonstration. "error": never set here,
+# but your own loops may use it.
 STOP_REASONS = ("stop", "length", "max_turns", "timeout", "abort", "error")
 RESPONSE_LISTS = ("response_ids", "response_mask", "response_logprobs", "response_versions")
 
@@ -151,14 +152,16 @@ class AgentLoopOutput:
 
     The four response_* lists have one entry for each response token. response_mask is 1 for
     tokens that the policy sampled and 0 for those of tools, users and the template, whose
-    logprob is 0.0 and whose version is -1. turn_rewards holds pairs (index into response_ids,
-    reward). num_turns is the number of assistant, user and tool turns + 1, as in verl. images
-    are PIL images in the order of their placeholders; the ids repeat a placeholder for each
-    token of its image. text is the whole response decoded, with what tools and users said: a
-    reward reads the policy's words from messages. observations holds slices (start, end) of
-    response_ids: what tools and users said, without the tokens of the template. Loops mark it
-    with --observation_coef.
+    logprob is 0.0 and whose version is -1.
 
+    turn_rewards: pairs (index into response_ids, reward).
+    text: the whole response decoded, with what tools and users said. A reward reads the policy's
+        words from messages instead.
+    num_turns: the number of assistant, user and tool turns + 1, as in verl.
+    images: PIL images in the order of their placeholders. The ids repeat a placeholder for each
+        token of its image.
+    observations: slices (start, end) of response_ids: what tools and users said, without the
+        tokens of the template. Loops fill it in with --observation_coef.
     unit: outputs of one rollout with the same unit share one reward, that of the last of
         them, and count once in advantages and in the loss. By default the whole rollout is
         one unit.
@@ -273,8 +276,8 @@ class Trajectory:
     - engine_ids: prompt and response as `engine.generate` gets them
     - prompt_ids, response_ids: prompt and response as the trainer gets them
 
-    trusted: the messages that may contain the text of control tokens (`render`), by default those
-    that are given here. Messages that are appended later are not trusted.
+    trusted: the messages in which a text like "<|im_end|>" becomes that token (`render`), by
+    default those that are given here. Messages that are appended later are not trusted.
 
     reward, unit and group are those of its outputs (see AgentLoopOutput)."""
 
@@ -297,9 +300,9 @@ class Trajectory:
         self.unit = ""
         self.group = ""
         self.assistant_turns = 0
-        self.user_turns = 0  # replies, those of tools included; max_user_turns counts users' only
+        self.user_turns = 0  # replies of users and of tools; max_user_turns counts only users'
         self.stop_id = None  # the stop token that ended the last assistant turn
-        self.recent = None  # the Recent part of messages, on which the next suffix depends
+        self.recent = None  # a Recent, which makes late turns fast
         self.tool_calls = []  # in the last assistant turn, not executed yet
         self.finished = []  # AgentLoopOutputs of the sequences before the last fork
         self.begin(prompt_ids, engine_ids)
@@ -403,9 +406,9 @@ class Trajectory:
     def outputs(self) -> list[AgentLoopOutput]:
         """Returns the outputs of all token sequences: those before each fork, and the current one.
 
-        If the assistant said nothing after the last fork, that sequence is left out. Its reward,
-        turn rewards, unit, group, metrics, extra and stop reason then move to the one before; its
-        messages and images are dropped."""
+        If the assistant said nothing after the last fork (there was no room for a turn), that
+        sequence is left out. Its reward, turn rewards, unit, group, metrics, extra and stop reason
+        then move to the one before; its messages and images are dropped."""
         last = self.output()
         # The mask alone does not tell: turns of constrained decoding have mask 0.
         speaks = 1 in last.response_mask or last.messages[-1]["role"] == "assistant"
@@ -451,6 +454,7 @@ class Trajectory:
 
 
 MAX_TOKEN_CHARACTERS = 16  # hardly any token is longer
+END_OF_PROMPT = 64  # tokens in which the prompt may open a thought
 
 
 class AgentLoopBase:
@@ -521,11 +525,7 @@ class AgentLoopBase:
         n_tokens = self.window + 64  # 64 is for the keys and brackets that `str` writes
         return len(str(messages)) > MAX_TOKEN_CHARACTERS * n_tokens
 
-    def room(
-        self,
-        trajectory: Trajectory,
-        used: int | None = None,
-    ) -> int:
+    def room(self, trajectory: Trajectory, used: int | None = None) -> int:
         """Returns how many more response tokens fit both the rollout's budget and the window.
 
         used: tokens in the window; default: those of the trajectory's current sequence."""
@@ -605,7 +605,7 @@ class AgentLoopBase:
         """Samples one assistant turn, and appends its tokens and its message.
 
         Returns its text without reasoning but with special tokens (see `_read_turn`), or None
-        if the turn was cut off or had no room. Sets the stop reason.
+        if the turn did not end by itself (it was cut off, or had no room). Sets the stop reason.
 
         Raises ValueError if engine and processor expand an image to different numbers of
         tokens."""
@@ -626,7 +626,7 @@ class AgentLoopBase:
                 raise ValueError(
                     "the engine and the processor disagree about the tokens of the images: "
                     f"{len(out.prompt_ids)} against {len(prompt_ids)}")
-        before = trajectory.engine_ids[-64:]  # may end with an opening <think> tag
+        before = trajectory.engine_ids[-END_OF_PROMPT:]  # may end with an opening <think> tag
         is_constrained = "structured_outputs" in sampling_params
         trajectory.add_sampled(out, trained=not is_constrained)
         trajectory.stop_reason = out.stop_reason
@@ -642,7 +642,7 @@ class AgentLoopBase:
     def turn_limit(self, sampling_params: dict) -> float:
         """Returns the most tokens that one turn may have; inf: no limit."""
         limits = (self.args.max_turn_tokens, sampling_params.get("max_tokens"))
-        return min(filter(None, limits), default=math.inf)
+        return min(filter(None, limits), default=math.inf)  # 0 and None: no limit
 
     def _read_turn(self, before, ids):
         """Returns (message, text) for the ids of an assistant turn without its stop token.
@@ -664,11 +664,7 @@ class AgentLoopBase:
                 message[name] = decode(part_ids, skip_special_tokens=True)
         return message, text
 
-    async def score(
-        self,
-        ids: list[int],
-        start: int = 1,
-    ) -> list[float]:
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
         """Returns the logprob of each of ids[start:], given all ids before it.
 
         ids: any text without images, at most window - 1 tokens. The weights are those that the
@@ -744,8 +740,8 @@ class ToolAgentLoop(AgentLoopBase):
                               -> interacting -> generating ...        a simulated user answers
                               -> told_of_cut -> generating ...        the turn was too long
                               -> None                                 the end
-        any of them -> answering_last -> None                         a limit ends the rollout
-                                      -> interacting -> None          a simulated user judges it
+        any of them, at a limit -> answering_last -> None             its last answer
+                                               -> interacting -> None a simulated user judges it
 
     Most names of states are verl's. A state is a method that gets the trajectory and
     returns the next state. A subclass adds one by returning it from another:
@@ -776,9 +772,6 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction_kwargs = dict(row_kwargs(row, "interaction_kwargs"))
         self.interaction = task_interaction(self.task, self.interaction_kwargs)
         self.interaction_kwargs.pop("name", None)
-        self.user_answers = 0
-        self.is_last = False
-        self.create_tasks = {}
         trajectory = self.start(row, self.schemas)
         try:
             await self._run_states(trajectory)
@@ -791,7 +784,7 @@ class ToolAgentLoop(AgentLoopBase):
             await self.close(trajectory)
         if trajectory.finished:
             return trajectory.outputs()
-        return trajectory.output()
+        return trajectory.output()  # a single one, as most loops return
 
     async def _run_states(self, trajectory):
         """Goes from state to state until the end, or until trajectory_timeout has passed."""
@@ -836,7 +829,7 @@ class ToolAgentLoop(AgentLoopBase):
         """Samples an assistant turn. Next, its tools are called, or the user answers, or the policy
         is told that the turn was cut. Otherwise the rollout ends."""
         text = await self.assistant_turn(trajectory, self.sampling_params)
-        if self._is_cut(trajectory):
+        if self._can_continue_turn(trajectory):
             trajectory.count("cut_turns")
             next_state = self.told_of_cut
         elif text is None:
@@ -851,7 +844,7 @@ class ToolAgentLoop(AgentLoopBase):
             return None
         return next_state
 
-    def _is_cut(self, trajectory):
+    def _can_continue_turn(self, trajectory):
         """Returns whether a limit of one turn cut the last one, and the rollout has more room."""
         has_limit = self.args.max_turn_tokens > 0
         return has_limit and trajectory.stop_reason == "length" and self.room(trajectory) > 0
@@ -915,11 +908,14 @@ class ToolAgentLoop(AgentLoopBase):
         return calls
 
     def _max_calls(self):
-        """Returns how many tool calls of a turn are executed."""
+        """Returns how many tool calls of a turn are executed at most."""
         return self.args.max_parallel_calls if self._template.accepts_parallel_calls else 1
 
     def _split_calls(self, calls):
-        """Returns (the calls that the turn's message shows, the number of the others)."""
+        """Returns (the calls that the turn's message shows, the number of the others).
+
+        A template that takes one call shows the first. Others show all: those beyond
+        max_parallel_calls as well, which get an error for a result."""
         n = 1 if self._max_calls() == 1 else len(calls)
         return calls[:n], len(calls[n:])
 
@@ -959,20 +955,14 @@ class ToolAgentLoop(AgentLoopBase):
                 "tool_call_id": _call_id(trajectory.assistant_turns, number),
             })
             images += response.images
-        are_in_text = "tool_calls" not in trajectory.messages[-1]
-        if are_in_text and not self._template.accepts(AFTER_PLAIN_TURN):
+        calls_are_in_text = "tool_calls" not in trajectory.messages[-1]
+        if calls_are_in_text and not self._template.accepts(AFTER_PLAIN_TURN):
             # The template refuses tool messages after a plain turn, so a user's has the results.
             contents = [message["content"] for message in messages]
             messages = [{"role": "user", "content": _join_contents(contents, "\n")}]
         return self.answer(trajectory, messages, images)
 
-    def _record_response(
-        self,
-        trajectory,
-        name,
-        response,
-        n_images,
-    ):
+    def _record_response(self, trajectory, name, response, n_images):
         """Counts a tool call, records its response's reward and metrics, and returns the response.
 
         If it is an exception, or is invalid, returns a response with the error instead: the
@@ -980,7 +970,7 @@ class ToolAgentLoop(AgentLoopBase):
         if name in self.tools:
             trajectory.count(f"tool_calls/{name}")
         try:
-            if isinstance(response, Exception):
+            if isinstance(response, Exception):  # from `gather`
                 raise response
             trajectory.record("tool", name, response.reward, response.metrics)
             n_new = len(response.images)
@@ -1032,7 +1022,7 @@ class ToolAgentLoop(AgentLoopBase):
         # Parallel calls wait for the same `create`, so the timeout of one must not cancel it.
         await asyncio.shield(self.create_tasks[name])
         response = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
-        reward = metrics = None
+        reward = metrics = None  # a tuple's come before those of a ToolResponse in it
         if isinstance(response, tuple):
             response, reward, metrics = response
         if not isinstance(response, ToolResponse):
@@ -1171,9 +1161,9 @@ class CompactingLoop(ToolAgentLoop):
     async def compacting(self, trajectory):
         """Samples the summary, and begins a new sequence with it."""
         text = await self.assistant_turn(trajectory, self.sampling_params)
-        if text is None and not self._is_cut(trajectory):
+        if text is None and not self._can_continue_turn(trajectory):
             return None
-        trajectory.count("compactions")
+        trajectory.count("compactions")  # a summary that was cut at max_turn_tokens serves as well
         messages = [
             *self.opening,
             {"role": "assistant", "content": trajectory.messages[-1]["content"]},
@@ -1260,7 +1250,7 @@ class Tool:
         """Frees what `create` made for this rollout, even if the rollout failed."""
 
 
-# What the type hints of a tool's arguments may consist of, besides enums. "..." is that of
+# What the type hints of a tool's arguments may consist of, besides enums. The Ellipsis is that of
 # tuple[int, ...].
 JSON_HINTS = [
     int, float, str, bool, NoneType, Any, list, dict, tuple, ..., Union, UnionType, Literal,
@@ -1349,7 +1339,7 @@ class FunctionTool(Tool):
         }
         result = {"return": hints["return"]} if "return" in hints else {}
         # Some types of results have no schema. It is then made without the result.
-        for annotations in known | result, known:
+        for annotations in (known | result, known):
             try:
                 stand_in.__annotations__ = annotations
                 return get_json_schema(stand_in)
@@ -1596,7 +1586,7 @@ def parse_tool_calls(
     return parsed.content or "", calls
 
 
-MAX_DEPTH = 100  # deeper ones would reach Python's limit on recursion where they are rendered
+MAX_DEPTH = 100  # deeper arguments would exceed Python's recursion limit when they are rendered
 
 
 def _parse_arguments(text):
@@ -1627,12 +1617,7 @@ def _depth(value):
     return 1 + max(map(_depth, value), default=0)
 
 
-def set_tool_calls(
-    message: dict,
-    content: str,
-    calls: list[dict],
-    turn: int,
-):
+def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
     """Sets content and tool_calls of an assistant's message, in place.
 
     content, calls: as from `parse_tool_calls`. turn: the number of the assistant's turn, for
@@ -1698,11 +1683,7 @@ class CallTimeoutError(TimeoutError):
 DEADLINE = contextvars.ContextVar("DEADLINE")
 
 
-async def in_time(
-    name: str,
-    seconds: float,
-    coroutine: Awaitable,
-) -> Any:
+async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
     """Awaits user code under a deadline, and returns its result.
 
     The code runs as a task called `name`. The task is cancelled at the deadline, or if the
@@ -1713,7 +1694,8 @@ async def in_time(
     try:
         async with asyncio.timeout(seconds or None) as deadline:
             previous = DEADLINE.set(deadline)
-            task = asyncio.create_task(_contained(coroutine), name=name)  # copies the context
+            # The task copies the context, so it alone sees this deadline.
+            task = asyncio.create_task(_contained(coroutine), name=name)
             DEADLINE.reset(previous)
             await asyncio.wait([task])
     except TimeoutError:
@@ -1898,11 +1880,7 @@ def image_tokens(images, processor):
     return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
 
 
-def expand(
-    ids: list[int],
-    images: Sequence,
-    processor,
-) -> list[int]:
+def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     """Repeats each image's placeholder for every token of the image, as the model expects.
 
     processor: the model's image processor; None for text models. Raises ValueError unless
@@ -1985,7 +1963,7 @@ class ChatTemplate:
         # The ways to divide a text: not, before each control token, and before each character.
         before_match = TOKEN_BREAK + r"\g<0>"
         self.divisions = (
-            str,
+            _unchanged,
             functools.partial(self.control.sub, before_match),
             functools.partial(re.compile(r"\S").sub, before_match),
         )
@@ -1999,9 +1977,10 @@ class ChatTemplate:
         if self.problem_with([PROBE_USER]):
             self.no_tools = []
         self.answer_end = self._turn_end(PROBE_ANSWER, PROBE_USER, given)
-        # Of a call, only known stops and the end of an answer count as its end: another special
-        # token after it may be part of the call, as </tool_call> is.
-        self.call_end = self._turn_end(*ROUNDS["a tool's answer"], {*given, self.answer_end})
+        # After a call, only a known stop ends the turn, or what ends an answer: another special
+        # token may be part of the call, as </tool_call> is.
+        call, result = ROUNDS["a tool's answer"]
+        self.call_end = self._turn_end(call, result, {*given, self.answer_end})
         self.stops = {*given, self.answer_end, self.call_end} - {None}
 
     # -- rendering
@@ -2087,9 +2066,9 @@ class ChatTemplate:
         recent: the Recent of this chat, the same object in each call, which is updated here. By
             default a new one walks over the whole chat.
 
-        Raises RewritesHistory if the tokens so far, including the stop token, are not how the
-        template writes this chat: Qwen3 drops earlier reasoning, for example. Raises ValueError
-        if the template writes nothing for `new`."""
+        Raises RewritesHistory if the template would now write the chat so far in another way, its
+        stop token included: Qwen3 drops earlier reasoning, for example. Raises ValueError if the
+        template writes nothing for `new`."""
         if self.needs_only_recent:
             messages = (recent or Recent(self.form_of)).update(messages)
         n = len(messages)
@@ -2128,7 +2107,9 @@ class ChatTemplate:
         """Returns what the text `after` adds to the text `before`.
 
         Both must begin with the same history. Only empty blocks of reasoning may differ, because
-        Qwen3 writes one into the last turn alone. Raises RewritesHistory if the history differs."""
+        Qwen3 writes one into the last turn alone: "U: 1+1 A: <think></think>2" becomes
+        "U: 1+1 A: 2 U: Sure?", which adds " U: Sure?". Raises RewritesHistory if the history
+        differs."""
         for block in self.empty_thoughts:
             kept = block.sub("", before)
             end = len(kept)  # of the same history in `after`, with the blocks that lie within it
@@ -2149,7 +2130,8 @@ class ChatTemplate:
         # DeepSeek-R1's template leaves out reasoning, and Mistral's a text beside calls. A short
         # one may stand in the chat by chance, so other words are tried.
         words = {key: f"other {key}" for key, value in said.items() if value.strip()}
-        if not words or not (last.get("tool_calls") or "reasoning_content" in words):
+        may_hide_some = last.get("tool_calls") or "reasoning_content" in words
+        if not words or not may_hide_some:
             return False
         text = self.text([*earlier, last | words], tools)
         return not all(word in text for word in words.values())
@@ -2208,33 +2190,14 @@ class ChatTemplate:
         does not show its calls, or if a stop token occurs inside it."""
         turn = {"content": ""} | turn
         content = turn["content"]
-        reasoning = turn.get("reasoning_content", "")
         calls = [call["function"] for call in turn.get("tool_calls", ())]
         if calls:
             set_tool_calls(turn, content, calls, number)
-        prompt, lacking, written = self._prompt_and_turn([PROBE_USER], turn)
-        # R1's prompt opens no thought after a tool's answer: the last characters tell.
-        end_of_prompt = self.tokenizer.decode(prompt_ids[-64:]).rstrip()
-        if end_of_prompt and not end_of_prompt.endswith(lacking[-9:]):
-            lacking = ""
-        has_thought = reasoning or self.think_end in content
-        if lacking and self.shows_reasoning and not has_thought:
-            thinking = turn | {"reasoning_content": "probe"}
-            _, lacking, written = self._prompt_and_turn([PROBE_USER], thinking)
-            written = written.replace("probe", "", 1)
-        written = written.removesuffix(self.closing)
-        written = written.removesuffix(self.end_of(written) or "")
-        if (not calls and content not in written) or (lacking and has_thought):
-            written = content
-        if lacking:  # its last tag may also begin the turn
-            written = written.removeprefix("<" + lacking.rpartition("<")[2])
-        if self.think_start in lacking and self.think_end not in lacking:
-            written = written.removeprefix(self.think_start)
-            if self.think_end not in written:
-                written = f"{reasoning}{self.think_end}\n\n{written}"
+        written = self._written_turn(turn, prompt_ids)
         beside_content = written.replace(content.strip(), "", 1)
         shows_calls = all(call["name"] in beside_content for call in calls)
         # After the prompt, because some tokenizers put a space before words in other places.
+        prompt = self.text([PROBE_USER], None, True)
         start = _tokenise(self.tokenizer, prompt)
         ids = _tokenise(self.tokenizer, prompt + written)
         if ids[: len(start)] == start:
@@ -2246,14 +2209,45 @@ class ChatTemplate:
         stop = self.call_end if calls else self.answer_end
         return [*ids, self.tokenizer.eos_token_id if stop is None else stop]
 
-    def _prompt_and_turn(self, chat, turn, tools=None):
-        """Returns (a chat with its generation prompt, the end of it that the chat with the turn
-        lacks, what this chat has in its place)."""
+    def _written_turn(self, turn, prompt_ids):
+        """Returns the text of an assistant's turn that follows a prompt, without the turn's end.
+
+        See `turn_ids`. `opened` is what the generation prompt has beyond the history, such as the
+        "<think>" that opens a thought."""
+        content = turn["content"]
+        reasoning = turn.get("reasoning_content", "")
+        has_thought = reasoning or self.think_end in content
+        opened, written = self._opened_and_written([PROBE_USER], turn)
+        # R1's prompt opens no thought after a tool's answer: the last characters tell.
+        end_of_prompt = self.tokenizer.decode(prompt_ids[-END_OF_PROMPT:]).rstrip()
+        if end_of_prompt and not end_of_prompt.endswith(opened[-9:]):
+            opened = ""
+        if opened and self.shows_reasoning and not has_thought:
+            thinking = turn | {"reasoning_content": "probe"}
+            opened, written = self._opened_and_written([PROBE_USER], thinking)
+            written = written.replace("probe", "", 1)
+        written = written.removesuffix(self.closing)
+        written = written.removesuffix(self.end_of(written) or "")
+
+        is_left_out = not turn.get("tool_calls") and content not in written
+        if is_left_out or (opened and has_thought):
+            written = content
+        if opened:  # its last tag may also begin the turn
+            written = written.removeprefix("<" + opened.rpartition("<")[2])
+        if self.think_start in opened and self.think_end not in opened:
+            written = written.removeprefix(self.think_start)
+            if self.think_end not in written:
+                written = f"{reasoning}{self.think_end}\n\n{written}"
+        return written
+
+    def _opened_and_written(self, chat, turn, tools=None):
+        """Returns two texts: the end of the chat's generation prompt that the chat with the turn
+        lacks, and what that chat has in its place."""
         prompt = self.text(chat, tools, True)
         history = self.text([*chat, turn], tools)
         shared = commonprefix([prompt, history])
-        n = len(re.sub(r"[<[][^]<>[\s]*$", "", shared))  # not the beginning of a tag
-        return prompt, prompt[n:].strip(), history[n:]
+        n = len(re.sub(r"[<[][^]<>[\s]*$", "", shared))  # without the start of a tag: "<thi"
+        return prompt[n:].strip(), history[n:]
 
     # -- control tokens
 
@@ -2293,7 +2287,7 @@ class ChatTemplate:
         for divide in self.divisions:
             ids = ids_with(divide)
             found = controls_in(ids)
-            if divide is str and found not in known:
+            if divide is _unchanged and found not in known:
                 known.add(controls_in(ids_with(self._with_letters)))
             if found in known:
                 return ids
@@ -2309,7 +2303,7 @@ class ChatTemplate:
         def edit_text(text):
             text = clean(text)
             is_plain = not (self._punctuation.search(text) or self.control.search(text))
-            if edit is str or is_plain:
+            if edit is _unchanged or is_plain:
                 return text
             # Every second piece is markup.
             pieces = self.markup.split(text) if role in ROLES_THAT_KEEP_MARKUP else [text]
@@ -2348,42 +2342,28 @@ class ChatTemplate:
         Returns warnings. Raises BadInput if the template does not accept them."""
         self.check_prompt(prompt, tools)
         warnings = []
-        chats = []
-        rounds = []  # (the name used in the messages below, the key of ROUNDS that is tried)
+        rounds = {}  # name in the messages below -> messages of ROUNDS
         if tools:
             tried = "a tool's answer" if self.shows_calls else AFTER_PLAIN_TURN
-            rounds.append(("a tool's answer", tried))
+            rounds["a tool's answer"] = self._checked_round(tried, prompt, tools, "a tool's answer")
         if has_user:
-            rounds.append(("a user's answer", "a user's answer"))
-        for name, round_name in rounds:
-            # The prompt may end with a message that the round can't follow.
-            problem = self.problems[round_name]
-            problem = problem or self.problem_with([*prompt, *ROUNDS[round_name]], tools)
-            if problem:
-                raise BadInput(
-                    f"the model's chat template does not take {name}: {problem}. Choose another "
-                    "model, or change the template (chat_template.jinja in the model's folder)")
-            chat, _ = _probe_chat([PROBE_USER, *ROUNDS[round_name]])
+            name = "a user's answer"
+            rounds[name] = self._checked_round(name, prompt, tools, name)
+        for name, messages in rounds.items():
+            chat, _ = _probe_chat([PROBE_USER, *messages])
             stop = self.call_end if "tool_calls" in chat[1] else self.answer_end
             if self._suffix_or_error(chat[:2], chat[2:], stop, tools) is RewritesHistory:
                 warnings.append(
                     f"the chat template rewrites the history at {name}: the rollout goes on in a "
                     "new token sequence")
-            chats += [PROBE_USER], chat
         if rounds and self.answer_end is None:
             warnings.append(
                 "the chat template ends the assistant's turns without a token: each turn begins a "
                 "new token sequence")
-        for chat in chats if self.answer_end is not None else ():
-            turns = (PROBE_ANSWER, PROBE_REASONING)
-            parts = [self._prompt_and_turn(chat, turn, tools)[1] for turn in turns]
-            lacking = min(parts, key=len)
-            without_tags = lacking.replace(self.think_start, "").replace(self.think_end, "")
-            if without_tags.strip():
-                warnings.append(
-                    f"the chat template's history lacks {lacking!r:.80} of its generation prompt: "
-                    "the rollout keeps it")
-                break
+        elif lost := self._lost_from_prompts(rounds.values(), tools):
+            warnings.append(
+                f"the chat template's history lacks {lost!r:.80} of its generation prompt: "
+                "the rollout keeps it")
         if tools and not self.accepts_parallel_calls:
             warnings.append(
                 "the chat template takes one tool call in a turn: the model is told that others "
@@ -2402,11 +2382,34 @@ class ChatTemplate:
             warnings.append(f"the chat template writes a message twice: {text!r:.200}")
         return warnings
 
-    def check_prompt(
-        self,
-        prompt: list[dict],
-        tools: list[dict] | None = None,
-    ):
+    def _checked_round(self, round_name, prompt, tools, name):
+        """Returns the messages of a round. Raises BadInput if the template does not accept them.
+
+        name: what the message calls the round."""
+        messages = ROUNDS[round_name]
+        # The prompt may end with a message that the round can't follow.
+        problem = self.problems[round_name] or self.problem_with([*prompt, *messages], tools)
+        if problem:
+            raise BadInput(
+                f"the model's chat template does not take {name}: {problem}. Choose another "
+                "model, or change the template (chat_template.jinja in the model's folder)")
+        return messages
+
+    def _lost_from_prompts(self, rounds, tools):
+        """Returns what a generation prompt has and the history lacks, beside tags of reasoning.
+
+        "" if there is no such text, before any of the rounds or after one."""
+        for messages in rounds:
+            chat, _ = _probe_chat([PROBE_USER, *messages])
+            for history in ([PROBE_USER], chat):
+                turns = (PROBE_ANSWER, PROBE_REASONING)
+                opened = [self._opened_and_written(history, turn, tools)[0] for turn in turns]
+                lost = min(opened, key=len)
+                if lost.replace(self.think_start, "").replace(self.think_end, "").strip():
+                    return lost
+        return ""
+
+    def check_prompt(self, prompt: list[dict], tools: list[dict] | None = None):
         """Raises BadInput if the template does not show what each message of a prompt says.
 
         Reasoning is not checked, because many templates drop it in earlier turns. Prompts with
@@ -2445,11 +2448,11 @@ class ChatTemplate:
 
     @functools.cached_property
     def problems(self) -> dict[str, str]:
-        """For the name of each round, why the template does not accept it, or ""."""
+        """{name of one of the ROUNDS: why the template does not accept it, "" if it does}"""
         # Some templates accept a round, and refuse the turn after it.
         return {
-            name: self.problem_with([PROBE_USER, *round, PROBE_ANSWER, PROBE_USER])
-            for name, round in ROUNDS.items()
+            name: self.problem_with([PROBE_USER, *messages, PROBE_ANSWER, PROBE_USER])
+            for name, messages in ROUNDS.items()
         }
 
     def accepts(self, name: str) -> bool:
@@ -2555,10 +2558,10 @@ class ChatTemplate:
         """Whether the template's suffixes depend on the `Recent` part of a chat alone.
 
         This is tested, not proved, in probe chats with up to 33 rounds of one kind or all kinds."""
-        rounds = [round for round in ROUNDS.values() if self._text_after(*round) is not None]
+        rounds = [each for each in ROUNDS.values() if self._text_after(*each) is not None]
         random_numbers = random.Random(0)
         for n in (3, 9, 33):
-            chats = [[round] * n for round in rounds]
+            chats = [[each] * n for each in rounds]
             if rounds:
                 chats.append(random_numbers.choices(rounds, k=n))
             for chosen in chats:
@@ -2670,13 +2673,13 @@ def render(
 def text_slices(
     ids: list[int],
     messages: list[dict],
-    suffix: Callable,
+    ids_of: Callable,
 ) -> list[tuple[int, int]]:
     """Returns the slices (start, end) of a suffix's ids that are the texts of its messages.
 
     A token that contains part of a text counts, even if it also contains part of the template.
-    Images do not count. suffix: a function of messages that returns their ids, which for
-    `messages` are `ids`.
+    Images do not count. ids_of: a function of messages that returns their ids; for `messages`
+    these are `ids`.
 
     The suffix is rendered twice more, with "x" and with "0" in place of a text. The tokens that all
     three have in common at their start and at their end are the template's: for "hello" in
@@ -2695,13 +2698,13 @@ def text_slices(
     slices = []
     texts = []
     for message in messages:
-        _edit_said(message, texts.append)  # visits each text
+        _edit_said(message, texts.append)  # collects the texts; the edited copy is dropped
     for number in range(len(texts)):
         others = [with_word(number, word) for word in ("x", "0")]
         with suppress(RewritesHistory):
             # Two words, because the text may begin or end like one of them.
-            versions = [ids, *map(suffix, others)]
-            start = len(commonprefix(versions))
+            versions = [ids, *map(ids_of, others)]
+            start = len(commonprefix(versions))  # which takes lists, too
             n_after = len(commonprefix([version[::-1] for version in versions]))
             slices.append((start, len(ids) - n_after))
     return slices
@@ -2844,8 +2847,10 @@ ROLES_THAT_KEEP_MARKUP = ("assistant", "system")
 
 
 def _structure(message):
-    """Returns a message's role, its keys that are not blank, its number of calls, and the kinds of
-    its content's parts."""
+    """Returns what a template can tell from a message without reading its words.
+
+    That is its role, its keys that are not blank, its number of calls, and the kinds of its
+    content's parts."""
     values = {key: value for key, value in message.items() if value}
     keys = tuple(key for key, value in values.items() if str(value).strip())
     n_calls = len(message.get("tool_calls") or ())
@@ -2855,12 +2860,17 @@ def _structure(message):
     return message["role"], keys, n_calls, kinds
 
 
+def _unchanged(text):
+    """Returns a text as it is: an edit that edits nothing."""
+    return text
+
+
 def _edit_said(message, edit):
     """Returns a copy of a message with edit(text) in place of each text that it says.
 
     These are its content, the texts among the parts of its content, and its reasoning. Blank ones
     stay."""
-    edited = _edit_values(message, str)
+    edited = _edit_values(message, _unchanged)
     places = [(edited, "content"), (edited, "reasoning_content")]
     if isinstance(edited.get("content"), list):
         places += [(part, "text") for part in edited["content"]]
@@ -2962,12 +2972,7 @@ def _inner_ids(tokenizer, text):
     return ids[1:] if start else ids
 
 
-def shorten(
-    text: str,
-    limit: int,
-    side: str,
-    tokenizer,
-) -> str:
+def shorten(text: str, limit: int, side: str, tokenizer) -> str:
     """Cuts a long text to `limit` tokens, with "..." for the rest.
 
     side: the part that is kept, as in verl: "left" keeps the start, "right" the end, and

@@ -74,7 +74,7 @@ TASK_TYPES = {
     "INTERACTIONS": list | tuple,
     "sampler": Callable,
 }
-# The number of arguments that each function of a task file takes.
+# The number of arguments of each function of a task file.
 TASK_ARGUMENTS = {
     "load": 1,
     "reward": 2,
@@ -102,11 +102,11 @@ def load_task(
     folder = file.resolve().parent
     if str(folder) not in sys.path:  # as in `python my_project/task.py`, after train.py's folder
         sys.path.insert(1, str(folder))
-    hint = ""
+    advice = ""
     hidden = [name for name in sorted(OURS) if (folder / f"{name}.py").is_file()]
     if hidden and folder != Path(__file__).resolve().parent:
-        hint = f" (rename its {hidden[0]}.py: train.py has a module of this name)"
-    with refusing(f"--task {path} does not import{hint}", str(file)):
+        advice = f" (rename its {hidden[0]}.py: train.py has a module of this name)"
+    with refusing(f"--task {path} does not import{advice}", str(file)):
         spec.loader.exec_module(module)
     module.__imported__ = {*sys.modules} - known  # see flatrl/contents.py
 
@@ -126,7 +126,7 @@ def load_task(
         )
         n_arguments = TASK_ARGUMENTS[name]
         with refusing(f"--task {path}: {name} must take {n_arguments} argument(s)"):
-            inspect.signature(function).bind(*range(n_arguments))
+            inspect.signature(function).bind(*range(n_arguments))  # raises TypeError
     return module
 
 
@@ -175,10 +175,7 @@ def load_rows(
     return [checked(number) for number in range(len(rows))]
 
 
-def demonstrated(
-    rows: Sequence[dict],
-    only: bool,
-) -> Sequence[dict]:
+def demonstrated(rows: Sequence[dict], only: bool) -> Sequence[dict]:
     """Returns all rows or, with only=True, only the rows that have a demonstration.
 
     Raises BadInput if no row has one."""
@@ -187,13 +184,7 @@ def demonstrated(
     return Rows(rows.__getitem__, numbers) if only else rows
 
 
-def filter_overlong(
-    rows: Sequence[dict],
-    tokenizer,
-    task,
-    args,
-    processor=None,
-) -> Sequence[dict]:
+def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None) -> Sequence[dict]:
     """Checks rows and tokenizer, and returns the rows whose prompts are not too long.
 
     The limit is args.max_prompt_tokens tokens of the rendered prompt. `_prompt_length`,
@@ -245,6 +236,7 @@ def filter_overlong(
         return Rows(rows.__getitem__, fitting)
 
     def next_that_fits(number: int) -> dict:
+        # This ends, because at least one row of the sample fits.
         while length_of(number, row := rows[number]) > limit:
             number = (number + 1) % n_rows
         return row
@@ -261,26 +253,34 @@ def _cut_to(
 ) -> Rows:
     """Returns the rows with their overlong prompts cut to `limit` tokens.
 
-    The longest text of a prompt loses tokens at `side`. If there is too little to cut, the prompt
-    stays too long. length_of(number of a row, row): the number of tokens in its prompt."""
+    The longest text of a prompt is shortened, and keeps its `side` (`shorten`). If there is too
+    little to cut, the prompt stays too long. length_of(number of a row, row): the number of tokens
+    in its prompt."""
 
     def n_tokens(text):
         return len(tokenizer.encode(text, add_special_tokens=False))
 
     def cut(number: int) -> dict:
-        """Returns row `number`, cut in place, so a row that is kept in memory is cut once."""
+        """Returns row `number`, whose longest texts are shortened until its prompt fits.
+
+        They are shortened in place, so a row that is kept in memory is cut once."""
         row = rows[number]
         places = _text_places(row["prompt"])
+
+        def n_characters(place):
+            message, key = place
+            return len(message[key])
+
         while places and (excess := length_of(number, row) - limit) > 0:
-            holder, key = max(places, key=lambda place: len(place[0][place[1]]))
-            n_now = n_tokens(holder[key])
+            message, key = max(places, key=n_characters)
+            n_now = n_tokens(message[key])
             n_kept = n_now - excess - n_tokens("...")
             if n_kept < 1:
                 break
-            shortened = shorten(holder[key], n_kept, side, tokenizer)
+            shortened = shorten(message[key], n_kept, side, tokenizer)
             if n_tokens(shortened) >= n_now:  # cutting inside a character can add tokens
                 break
-            holder[key] = shortened
+            message[key] = shortened
         return row
 
     return Rows(cut, range(len(rows)))
@@ -350,8 +350,8 @@ class Units:
     unit_of_row: B  # the number of each output's unit
 
     @property
-    def rewards(self) -> N:
-        """The total rewards as the task gave them."""
+    def task_rewards(self) -> N:
+        """The total rewards as the task gave them, before `train.shape_rewards`."""
         return self.outcomes + self.turn_rewards
 
 
@@ -366,8 +366,8 @@ def stable_hash(*parts) -> int:
 def _group_label(output):
     """Returns the integer label of an output's group.
 
-    It stands for the prompt and the output's group, by default its unit's name. Without any name it
-    is the prompt's number, so all rollouts of a prompt are compared."""
+    It is a hash of the prompt and the name of the group or, by default, of the unit. Without any
+    name it is the prompt's number, so all rollouts of a prompt are compared."""
     name = output.group or output.unit
     prompt = output.extra["prompt"]
     return stable_hash(prompt, name) if name else prompt
@@ -376,8 +376,8 @@ def _group_label(output):
 def by_unit(outputs: Outputs) -> Units:
     """Returns the Units of some outputs, in the order of their first outputs.
 
-    The outputs must be sorted by extra["prompt"], extra["sample"] and extra["segment"]. A reward
-    that is still missing counts as 0."""
+    The outputs must be sorted by prompt, sample and segment (`Rollouts.sort`). A reward that is
+    still missing counts as 0."""
     last = last_outputs(outputs)
     numbers = {unit_of(output): number for number, output in enumerate(last)}
     index = [numbers[unit_of(output)] for output in outputs]
@@ -406,11 +406,7 @@ def groups_with_signal(units: Units, values: N) -> set[int]:
     return {group for group, values in values_of_group.items() if len(values) > 1}
 
 
-def collate(
-    outputs: Outputs,
-    image_token_id: int = -1,
-    with_observations: bool = False,
-) -> dict:
+def collate(outputs: Outputs, image_token_id: int = -1, with_observations: bool = False) -> dict:
     """Returns one or more outputs as a dict of right-padded tensors.
 
     For B outputs, with T tokens in the longest response and L tokens in the longest sequence
@@ -471,16 +467,13 @@ def collate(
     return tensors
 
 
-def observed(
-    outputs: Outputs,
-    image_token_id: int = -1,
-) -> list[list[int]]:
+def observed(outputs: Outputs, image_token_id: int = -1) -> list[list[int]]:
     """Returns for each response token of each output whether it is an observation: 1 or 0.
 
     Sampled tokens and placeholders of images are not. An observation in a prefix that outputs of a
     rollout share is marked in the first of them only."""
     n_outputs = Counter(rollout_of(output) for output in outputs if output.observations)
-    seen = set()  # hashes of the sequences up to an observation's end, and of their rollouts
+    seen = set()  # of hash((rollout, all tokens up to the end of an observation))
     masks = []
     for output in outputs:
         mask = [0] * len(output.response_ids)
@@ -534,9 +527,9 @@ class Batch(dict):
         return Batch(outputs, tensors)
 
     @property
-    def unit_rewards(self) -> N:
-        """The shaped reward of each unit."""
-        # In float64, because a float32 sum may differ between units that have equal rewards.
+    def shaped_rewards(self) -> N:
+        """The shaped reward of each unit: the sum of its token_rewards."""
+        # Summed in float64: in float32 the sums of units with equal rewards may differ.
         return self.token_rewards.double().sum(1).float()
 
     @property
@@ -544,6 +537,15 @@ class Batch(dict):
         """The number of units that are not demonstrations."""
         last = last_outputs(self.outputs)
         return sum("demonstration" not in output.extra for output in last)
+
+    def mask_truncated(self):
+        """Excludes units with a truncated output from the loss, and from the counts that divide it.
+
+        All rows of such a unit are excluded, not only the truncated one."""
+        index = self.units.unit_of_row  # (B,)
+        is_truncated = torch.isin(index, index[self["truncated"]])
+        for name in {"response_mask", "observation_mask"} & self.keys():
+            self[name][is_truncated] = 0
 
     def count_unit_tokens(self) -> B:
         """Returns the number of mask-1 tokens in the whole unit of each row."""
@@ -601,8 +603,9 @@ class EndToEnd:
         1      0 1 1 0 0 0 0 0
 
     One empty place precedes each turn, so that turns stay separate runs of 1s. Place 0 is always
-    empty. The exception is an output that continues its unit's previous output exactly, in the
-    middle of a turn: it extends that turn, without an empty place.
+    empty. The exception is an output that continues its unit's previous output in the middle of a
+    turn (an agent loop may cut one turn into two outputs): it extends that turn, without an empty
+    place.
 
     mask: (N, S) 1 at the places of tokens, 0 at empty ones. This is the estimators' mask.
     sampled: (B, T) True where a token was sampled, and so has a place.
@@ -642,7 +645,9 @@ class EndToEnd:
         starts = torch.tensor(output_starts, dtype=torch.int32)[:, None]  # (B, 1)
         places = widths.cumsum(1, dtype=torch.int32)
         places += starts - 1
-        places.clamp_(min=starts + 1)  # the place of the output's first sampled token
+        # Tokens before the output's first sampled one get the place of that one. In the example
+        # above: 1 2 2 2 4, then 6 7, then 1 1 2.
+        places.clamp_(min=starts + 1)
         return places.where(self.sampled.any(1, keepdim=True), 0)
 
     def to_units(self, x: BT) -> NS:
@@ -705,8 +710,7 @@ def place_rewards(batch: Batch, terminal: N) -> NS:
         # index_add_ also adds up several rewards at one place.
         rewards.view(-1).index_add_(0, units * n_places + places, values)
 
-    taken = torch.where(layout.mask.bool(), torch.arange(n_places), 0)
-    last_places = taken.amax(1)  # (N,), 0 in a unit without sampled tokens
+    last_places = losses.last_places(layout.mask)  # (N,), 0 in a unit without sampled tokens
     rewards[torch.arange(len(terminal)), last_places] += terminal
     return rewards
 
@@ -756,7 +760,7 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
     units = batch.units
     layout = batch.layout
     inputs = {
-        "rewards": batch.unit_rewards,
+        "rewards": batch.shaped_rewards,
         "outcomes": units.outcomes,
         "groups": units.groups,
         "prompts": units.prompts,
@@ -767,7 +771,7 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
         "token_rewards": batch.token_rewards,
     }
     for name in takes:
-        if name not in inputs and name in batch:
+        if name not in inputs and name in batch:  # such as values or entropy
             inputs[name] = layout.to_units(batch[name])
     if "states" in takes:
         inputs["states"] = turn_states(batch.outputs, turns_of_units(batch))
@@ -776,11 +780,11 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
     return inputs
 
 
-def for_each_token(numbers, mask: NS, name: str) -> NS:
-    """Returns what an estimator gave, one number for each unit, (N,), or token, as (N, S).
+def expanded_to_tokens(numbers, mask: NS, name: str) -> NS:
+    """Returns an estimator's result as (N, S): it may give one number for each unit, (N,).
 
-    name: what the message calls the numbers. Raises BadInput if they are anything else, or not
-    finite at a token."""
+    name: what the message calls the numbers. Raises BadInput if they have another shape, or are
+    not finite at a token."""
     given = f"type {type(numbers).__name__}"
     is_right = False
     if isinstance(numbers, Tensor):
@@ -812,11 +816,7 @@ def total_rewards(outputs: Outputs) -> list[tuple[int, float]]:
     ]
 
 
-def mini_batches(
-    prompts: B,
-    n: int,
-    seeds: Sequence[int],
-) -> Iterator[list[int]]:
+def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]]:
     """Yields the rows of each optimiser step: in every epoch, n nearly equal shares of the prompts.
 
     prompts: the prompt of each row. All rows of a prompt stay together, because a unit's rows must
@@ -852,8 +852,8 @@ def count_globally(
 ) -> dict[str, float]:
     """Returns the counts of a mini-batch over all ranks, by name.
 
-    These are "tokens", "units", "imitation_mask" and "observation_mask". The latter two are numbers
-    of tokens, 0 if the mask is not among the names.
+    These are "tokens", "units", "imitation_tokens" and "observation_tokens". The latter two are 0
+    if their mask is not among the names.
 
     rows: those of the whole mini-batch. Nothing is communicated, because every rank holds the
     whole batch. batch["unit_tokens"], (B,): the mask-1 tokens in the whole unit of each row."""
@@ -862,8 +862,11 @@ def count_globally(
         "tokens": mask.sum().item(),
         "units": losses.count_sequences(mask, batch["unit_tokens"][rows]).item(),
     }
-    for name in ("imitation_mask", "observation_mask"):
-        counts[name] = batch[name][rows].sum().item() if name in names else 0
+    for kind in ("imitation", "observation"):
+        n_tokens = 0
+        if f"{kind}_mask" in names:
+            n_tokens = batch[f"{kind}_mask"][rows].sum().item()
+        counts[f"{kind}_tokens"] = n_tokens
     return counts
 
 
@@ -936,10 +939,7 @@ def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
     return MicroBatch(rows, lengths, shared)
 
 
-def balance(
-    lengths: list[int],
-    n: int,
-) -> list[list[int]]:
+def balance(lengths: list[int], n: int) -> list[list[int]]:
     """Deals the indices of some lengths to n shares of about equal total length.
 
     The LPT rule of scheduling: the longest is dealt first (ties: lower index), each to the
@@ -986,8 +986,8 @@ def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
             sizes.append(sizes[-1] + n_added)
             end += 1
         if sizes[-1] > max_tokens and len(sizes) > 1:
-            # Cut before the row of the second half that shares least with the row before it; of
-            # equals, before the last.
+            # Cut before the row of the second half that shares least with the row before it.
+            # Backwards, so that `min` takes the last of equals.
             middle = (start + end - 1) // 2
             second_half = range(end - 1, middle, -1)
             end = min(second_half, key=whole.shared.__getitem__)
@@ -1201,16 +1201,11 @@ def pack_rows(
     return to_device(result, device)
 
 
-# Token ids and places are below this, so a pair of them, place * ID_LIMIT + id, fits one int64.
+# Ids are below 2**32, and places below 2**31, so a pair, place * ID_LIMIT + id, fits one int64.
 ID_LIMIT = 2**32
 
 
-def _predictions(
-    batch: dict,
-    micro: MicroBatch,
-    ids: BL,
-    places: BL,
-) -> dict:
+def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
     """Returns which tokens of a micro-batch are predicted, and from where.
 
     ids: the token ids of its rows. places: their places (`pack_rows`). n of these tokens are
@@ -1224,9 +1219,9 @@ def _predictions(
         at           (row, column) of each sampled token in the (R, T) matrices, (n,) each
         shape        (R, T)
 
-    With batch["top_ids"], (B, T, K), targets is (n, 1 + K): the token and K other ids. Then no
-    prediction is shared, because rows that agree may have other ids: their teachers may have been
-    told different hints."""
+    With batch["top_ids"], (B, T, K), targets is (n, 1 + K): the token and K other ids. Then M = n,
+    because rows that agree may have other ids: their teachers may have been told different
+    hints."""
     mask = batch["response_mask"][micro.rows]
     for name in ("imitation_mask", "observation_mask"):
         if name in batch:
@@ -1237,17 +1232,18 @@ def _predictions(
     targets = ids[row, index]  # (n,)
     if "top_ids" in batch:
         top_ids = batch["top_ids"][micro.rows][row, column]  # (n, K)
-        targets = torch.cat([targets[:, None], top_ids], 1)
+        unique_sources = sources
+        unique_targets = torch.cat([targets[:, None], top_ids], 1)
         prediction = torch.arange(len(row))
     else:
         # Each pair becomes one integer, because unique(dim=1) takes microseconds per column.
         pairs = sources * ID_LIMIT + targets
-        pairs, prediction = pairs.unique(return_inverse=True)  # (M,), (n,)
-        sources = pairs // ID_LIMIT
-        targets = pairs % ID_LIMIT
+        unique_pairs, prediction = pairs.unique(return_inverse=True)  # (M,), (n,)
+        unique_sources = unique_pairs // ID_LIMIT
+        unique_targets = unique_pairs % ID_LIMIT
     return {
-        "source": sources,
-        "targets": targets,
+        "source": unique_sources,
+        "targets": unique_targets,
         "prediction": prediction,
         "at": (row, column),
         "shape": mask.shape,

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from inspect import signature
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor, no_grad
@@ -51,6 +51,7 @@ PH = Annotated[Tensor, "P H"]  # tokens to be predicted x hidden size, which pre
 VH = Annotated[Tensor, "V H"]  # vocabulary x hidden size
 PK = Annotated[Tensor, "P K"]  # tokens to be predicted x K ids of the vocabulary each
 LossAndStats = tuple[BT, dict[str, BT]]
+WeightsAndStats = LossAndStats
 
 KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 AGGREGATIONS = (
@@ -72,7 +73,7 @@ def _masked(mask, *tensors):
 
 
 def _zero_where_masked(mask, loss, stats):
-    """Returns a per-token loss and its stats, with 0 where the mask is 0.
+    """Returns a per-token loss (or weights) and its stats, with 0 where the mask is 0.
 
     Detaches the stats, and converts them to the loss's dtype."""
     loss = torch.where(mask, loss, 0)
@@ -146,6 +147,12 @@ def turn_ends(mask: BT) -> BT:
     mask = mask.bool()
     following = torch.nn.functional.pad(mask, (-1, 1))  # the mask, shifted left by one
     return mask & ~following
+
+
+def last_places(mask: NS) -> N:
+    """Returns the place of each row's last mask-1 token; 0 for a row without any."""
+    places = torch.arange(mask.shape[1])
+    return torch.where(mask.bool(), places, 0).amax(1)
 
 
 def _check_choice(name, value, choices):
@@ -281,7 +288,7 @@ def gae(
     lam: float,
     turn_discount: float = 1.0,
 ) -> tuple[BT, BT]:
-    """Returns GAE advantages and value targets (the returns), (B, T) each; or (N, S), as given.
+    """Returns GAE advantages and value targets (the returns), in the shape of the rewards.
 
         delta_t  = r_t + gamma V_{t+1} - V_t
         A_t      = delta_t + gamma lam A_{t+1}
@@ -293,7 +300,7 @@ def gae(
     A turn is a run of mask-1 tokens. At its last token, gamma is multiplied by turn_discount.
     With gamma 1, rewards are therefore discounted only once per turn."""
     mask, rewards, values = _masked(mask, rewards, values)
-    advantages = torch.zeros_like(rewards + values)
+    advantages = torch.zeros_like(rewards + values)  # the dtype of both
 
     gammas = torch.full_like(advantages, gamma)
     gammas.masked_fill_(turn_ends(mask), gamma * turn_discount)
@@ -323,7 +330,7 @@ def bootstrapped(rewards: NS, values: NS, mask: NS, truncated: N, gamma: float) 
     A limit on turns or tokens does not end the task, so the state at the end has a value. The
     critic has none there, so V is its value before the last mask-1 token."""
     mask, rewards, values = _masked(mask, rewards, values)
-    last = torch.where(mask, torch.arange(mask.shape[1]), 0).amax(1)  # (N,)
+    last = last_places(mask)  # (N,)
     rows = torch.arange(len(mask))
     added = torch.where(truncated, gamma * values[rows, last], 0)
     return rewards.index_put((rows, last), added, accumulate=True)
@@ -417,8 +424,8 @@ def gigpo_advantages(
     r_j is the reward of turn j of a unit. All tokens of a turn get its A. A turn gets 0 if no
     other turn met its state.
 
-    states: an integer for each turn, unit by unit. Equal integers mean the same state in the
-    same group.
+    states: an integer for each turn, those of unit 0 first. Equal integers mean the same state in
+    the same group.
 
     The caller adds the units' own advantages to the result. The paper adds them unweighted."""
     starts = turn_starts(mask)  # (N, S)
@@ -515,8 +522,9 @@ def policy_loss(
     """Computes the policy-gradient loss of each token, to be minimised, and stats.
 
     kind: "ppo", "gspo", "gmpo", "cispo", "sapo" or "reinforce", whose formulas are below, or
-    the name of your own `objective`. Only your own gets entropy, args and `more`, which are
-    further inputs by their names.
+        the name of your own `objective`.
+    clip_low, clip_high: bounds of the ratio; gmpo: of its logarithm; sapo: temperatures.
+    entropy, args, more: further inputs by their names, for an `objective` that asks for them.
 
     Notes:
         all six            With logprobs_old = logprobs.detach() the ratio is exactly 1, and the
@@ -524,8 +532,8 @@ def policy_loss(
                            along a row.)
         gspo, gmpo, sapo   To match the papers, aggregate by "seq-mean-token-mean".
         gspo, gmpo         The ratio is computed per row, so each output of a unit has its own.
-        gmpo               If you multiply the loss by a weight per token, a row is weighted by
-                           their arithmetic mean.
+        gmpo               A weight per token that multiplies the loss acts as the arithmetic mean
+                           of the row's weights.
 
     stats:
         ratio            per token; with gspo and gmpo that of the row
@@ -566,10 +574,10 @@ def _call_objective(kind, inputs):
     Raises ValueError unless there is a loss for each token."""
     function = OBJECTIVES[kind]
     loss = function(**{name: inputs[name] for name in function.takes})
-    no_clipping = torch.zeros_like(inputs["mask"])
+    no_clipping = torch.zeros_like(inputs["mask"])  # unless the objective has stats of its own
     stats = {
         "ratio": inputs["ratio"],
-        "ppo_kl": -(inputs["logprobs"] - inputs["logprobs_old"]),
+        "ppo_kl": inputs["logprobs_old"] - inputs["logprobs"],
         "clipfrac": no_clipping,
         "clipfrac_lower": no_clipping,
     }
@@ -627,6 +635,7 @@ def _gmpo(logprobs, logprobs_old, advantages, mask, clip_low, clip_high):
         -mean(A) (product of the row's r')^(1 / |y|)    at every token of the row
         log r' = min(log r, clip_high) if A >= 0, else max(log r, -clip_low)
 
+    In the paper, all tokens of a row have the same A.
     The stat `ratio` is that of the row."""
     log_ratio = (logprobs - logprobs_old).clamp(-20, 20)  # as in `_ratio`
     bounded = torch.where(
@@ -672,20 +681,28 @@ def _reinforce(logprobs, advantages):
 
 
 # ---- Importance weights: from the engine's policy to the trainer's -------------------------
-# Kind -> what a ratio is of, what happens outside the bounds, default of low, default of high.
+
+
+class _Correction(NamedTuple):
+    ratio_of: str
+    outside: str  # what happens outside the bounds
+    low: float  # the default bounds
+    high: float
+
+
 _CORRECTIONS = {
-    "none": ("token", "nothing", 0.0, 1.0),
-    "bypass": ("token", "nothing", 0.0, 1.0),
-    "tis": ("token", "truncate", 0.0, 2.0),
-    "icepop": ("token", "drop", 0.5, 5.0),
-    "seq_tis": ("row", "truncate", 0.0, 2.0),
-    "seq_mask": ("row", "drop", 0.0, 3.0),
-    "geo_tis": ("row mean", "truncate", 0.0, 2.0),
-    "geo_mask": ("row mean", "drop", 0.999, 1.002),
-    "veto": ("token", "drop row", 1e-4, 1e4),
+    "none": _Correction("token", "nothing", 0.0, 1.0),
+    "bypass": _Correction("token", "nothing", 0.0, 1.0),
+    "tis": _Correction("token", "truncate", 0.0, 2.0),
+    "icepop": _Correction("token", "drop", 0.5, 5.0),
+    "seq_tis": _Correction("row", "truncate", 0.0, 2.0),
+    "seq_mask": _Correction("row", "drop", 0.0, 3.0),
+    "geo_tis": _Correction("row mean", "truncate", 0.0, 2.0),
+    "geo_mask": _Correction("row mean", "drop", 0.999, 1.002),
+    "veto": _Correction("token", "drop row", 1e-4, 1e4),
 }
 # Kind -> default (low, high).
-ROLLOUT_CORRECTIONS = {kind: (low, high) for kind, (_, _, low, high) in _CORRECTIONS.items()}
+ROLLOUT_CORRECTIONS = {kind: (each.low, each.high) for kind, each in _CORRECTIONS.items()}
 
 
 @no_grad
@@ -696,7 +713,7 @@ def rollout_correction(
     mask: BT,
     low: float | Sequence[float],
     high: float | Sequence[float],
-) -> LossAndStats:
+) -> WeightsAndStats:
     """Computes importance weights from the engine's policy to the trainer's, and stats.
 
     rho is exp(logprobs_old - logprobs_rollout) of a token. For seq_* it is the product over the
@@ -753,24 +770,24 @@ def _ratio_of(what, difference, mask):
 
 
 def _combine(corrections, difference, mask):
-    """Multiplies the weights of some (kind, low, high).
+    """Returns the product of the weights of several corrections, each (kind, low, high).
 
-    Returns the weights, the last kind's ratio, and where any kind clipped or dropped."""
+    Also returns the last kind's ratio, and where any kind clipped or dropped."""
     weights = torch.ones_like(difference)
     clipped = torch.zeros_like(mask)
     dropped = torch.zeros_like(mask)
     for kind, low, high in corrections:
-        what, rule, _, _ = _CORRECTIONS[kind]
-        ratio = _ratio_of(what, difference, mask)
+        correction = _CORRECTIONS[kind]
+        ratio = _ratio_of(correction.ratio_of, difference, mask)
         is_outside = mask & ((ratio < low) | (ratio > high))
-        if rule == "truncate":
+        if correction.outside == "truncate":
             weights = weights * ratio.clamp(max=high)
             clipped = clipped | (ratio > high)
-        elif rule == "drop":
+        elif correction.outside == "drop":
             dropped = dropped | is_outside
-            if len(corrections) == 1:  # among several it is a mask
+            if len(corrections) == 1:  # among several it only drops, and does not weigh
                 weights = weights * ratio
-        elif rule == "drop row":
+        elif correction.outside == "drop row":
             dropped = dropped | is_outside.any(-1, keepdim=True)
     return torch.where(dropped, 0, weights), ratio, clipped, dropped
 
@@ -963,7 +980,7 @@ def aggregate(
         denominator = count_sequences(mask, unit_tokens) if n_seqs is None else n_seqs
     if mode == "seq-mean-token-sum-norm":
         denominator = denominator * (max_len or mask.shape[1])
-    denominator = torch.as_tensor(denominator)  # no copy to the device, if it is a number
+    denominator = torch.as_tensor(denominator)  # a number stays on the CPU, without a copy
     return (values.sum() / denominator.clamp(min=1)).to(values.dtype)
 
 

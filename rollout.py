@@ -111,7 +111,7 @@ class _Request:
 
     call_id: str  # unique in the run: vLLM's request id
     trajectory: str  # the name of the trajectory that calls
-    turn: int  # the number of this call, from 0; of a score, that of the next `generate`
+    turn: int  # how often the trajectory had called `generate` before
     prompt_ids: list[int]
     params: dict  # vLLM's sampling parameters
     images: list | None
@@ -184,6 +184,7 @@ class Engine:
         self.waiting = []  # requests that wait for room in the KV cache
         self.running = {}  # call_id -> request that vLLM has
         # trajectory -> vLLM's request of its last call. The next prompt reuses its block hashes.
+        # The patch of vLLM that this installs fills the dict.
         self.last_vllm_requests = reuse_block_hashes(self.core)
         self.statistics = Counter()  # sums since the engine was built: see Rollouts
         self.memory = {}  # state -> `memory()` at the last transition to it
@@ -292,7 +293,7 @@ class Engine:
         self.statistics["tokens"] += n_new
 
     def close(self):
-        """Shuts down vLLM, and with it this process's process group. A run does it last."""
+        """Shuts down vLLM, which also destroys torch's process group. A run does it last."""
         if torch.cuda.is_available() and self.state == "asleep":
             # vLLM unmaps all its memory now, and would print an error for each part of it that
             # sleep has unmapped.
@@ -318,7 +319,7 @@ class Engine:
         invalid, or if vLLM refuses the request (a prompt longer than the window, a bad sampling
         parameter)."""
         prompt_ids = list(prompt_ids)
-        # A prompt usually extends the last one, so only its new tokens are checked.
+        # A prompt usually begins with the trajectory's last one, whose tokens have been checked.
         last = self.last_calls.get(request_id)
         checked = last.prompt_ids if last else []
         n_checked = len(checked) if prompt_ids[: len(checked)] == checked else 0
@@ -430,7 +431,7 @@ class Engine:
         if has_work:
             self._advance(self._take_fitting(), runs_model=True)
         else:
-            self._advance()
+            self._advance()  # there may be requests to abort, or trajectories that have ended
 
     def _take_fitting(self) -> list[_Request]:
         """Removes from the queue the requests that may start; first come, first served.
@@ -459,7 +460,7 @@ class Engine:
                 self.waiting.append(request)
         return fitting
 
-    def _advance(self, added: Iterable[_Request] = (), runs_model=False, aborts_all=False):
+    def _advance(self, added: Sequence[_Request] = (), runs_model=False, aborts_all=False):
         """Sends one command to the team and carries it out: aborts, additions, a model step.
 
         added: the requests that start. runs_model: whether a model step follows, if there is
@@ -552,7 +553,8 @@ class Engine:
     def _result(self, request, output) -> TokenOutput | list[float]:
         """Returns what a finished request sampled, or its prompt's logprobs; counts its tokens."""
         if request.is_score:  # not counted: nothing of it is used again
-            return [*output.prompt_logprobs.logprobs]  # with flat_logprobs, a list of numbers
+            # Numbers, because of flat_logprobs. The first token has none.
+            return [*output.prompt_logprobs.logprobs]
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         prompt_ids = list(output.prompt_token_ids)
@@ -600,8 +602,8 @@ class Rollouts:
 
     outputs: in the order of (prompt, sample, segment). Each output.extra has these three numbers,
     and its row's "index". Token lists are of the class Numbers (flatrl/compact.py), which acts like
-    a list. Three more keys mark an output: "filtered" if dynamic sampling replaced
-    its group, "greedy" if it is a baseline of ReMax, "demonstration" if its turns were given.
+    a list. An output may be marked in `extra`: "filtered" if dynamic sampling replaced its group,
+    "greedy" if it is a baseline of ReMax, "demonstration" if its turns were given.
         sampled    without greedy, demonstration     what the policy did
         trained    without greedy, filtered          what the update learns from
         compared   without all three                 those whose rewards give advantages
@@ -661,14 +663,17 @@ class Rollouts:
             )
 
     def metrics(self, engine: Engine | None) -> dict:
-        """Returns metrics of outputs, failures and, unless it is None, the engine."""
-        metrics = {}
+        """Returns metrics of outputs, groups, failures and, unless it is None, the engine.
+
+        Call it once the outputs have their rewards."""
+        metrics = self._group_metrics()
         if self.sampled:
-            metrics = describe(self.sampled, data.by_unit(self.sampled))
+            metrics |= describe(self.sampled, data.by_unit(self.sampled))
         demonstrations = [output for output in self.outputs if "demonstration" in output.extra]
         if demonstrations:
             metrics["rollout/demonstrations"] = len({*map(data.rollout_of, demonstrations)})
-            metrics["reward/demonstrations"] = data.by_unit(demonstrations).rewards.mean().item()
+            rewards = data.by_unit(demonstrations).task_rewards
+            metrics["reward/demonstrations"] = rewards.mean().item()
         for kind in ("failed_agent_loop", "failed_reward", "skipped"):
             metrics[f"rollout/{kind}"] = self.lost[kind]
         prompts = [output.extra["prompt"] for output in self.outputs]
@@ -694,11 +699,11 @@ class Rollouts:
                 metrics[f"memory/{state}_{where}_gb"] = gb
         return metrics
 
-    def group_metrics(self) -> dict:
-        """Returns metrics of the groups that are compared, once they have their rewards."""
+    def _group_metrics(self) -> dict:
+        """Returns metrics of the groups that are compared."""
         units = data.by_unit(self.compared)
         group_sizes = units.groups.unique(return_counts=True)[1]
-        signal = data.groups_with_signal(units, units.rewards)
+        signal = data.groups_with_signal(units, units.task_rewards)
         filtered = {output.extra["prompt"] for output in self.sampled if "filtered" in output.extra}
         metrics = {
             "rollout/filtered_groups": len(filtered),
@@ -709,7 +714,8 @@ class Rollouts:
             baselines = {output.extra["prompt"] for output in self.greedy}
             prompts = set(units.prompts.tolist())
             metrics["rollout/missing_baselines"] = len(prompts - baselines)
-            metrics["reward/greedy"] = data.by_unit(self.greedy).rewards.mean().item()
+            rewards = data.by_unit(self.greedy).task_rewards
+            metrics["reward/greedy"] = rewards.mean().item()
         return metrics
 
 
@@ -814,9 +820,9 @@ class Session:
         return await self._call(self.scorer or self.engine, "score", prompt_ids=prompt_ids)
 
     async def _call(self, engine, method, **arguments):
-        """Awaits a method of `engine` under the rollout's name, and counts the time.
+        """Awaits a method of an engine, which may be the scorer, under the rollout's name.
 
-        It may be the scorer. self.engine is None once the agent loop is over."""
+        Counts the time. Raises RuntimeError once the agent loop is over."""
         if self.engine is None:
             raise RuntimeError(
                 "the rollout is over, and a reward has no engine: let the agent "
@@ -865,6 +871,7 @@ async def run_agent_loop(
     if member.demonstration:
         oldest_version = -1
         turns = list(member.demonstration)
+        # It needs the loop, which was built with the session. So it takes the engine's place now.
         demonstration = Demonstration(turns, loop, set(engine.stop_token_ids))
         session.engine = demonstration
         session.scorer = engine
@@ -878,7 +885,7 @@ async def run_agent_loop(
         returned = await in_time(member.name, patience, loop.run(sampling_params, **row))
     finally:
         session.close()
-        tell_of_exceptions(loop)
+        print_tool_exceptions(loop)
     if demonstration and demonstration.turns:
         n = len(demonstration.turns)
         raise ValueError(f"the agent loop ended with {n} turns left to demonstrate")
@@ -897,15 +904,15 @@ async def run_agent_loop(
     return outputs
 
 
-TOLD = set()  # names of tools: those whose first exception was printed in this process
+PRINTED_TOOLS = set()  # the tools whose first exception was printed in this process
 
 
-def tell_of_exceptions(loop: AgentLoopBase):
+def print_tool_exceptions(loop: AgentLoopBase):
     """Prints the first exception of each tool: the model reads it, and the rollout goes on."""
     for name, error in loop.tool_exceptions.items():
-        if name in TOLD:
+        if name in PRINTED_TOOLS:
             continue
-        TOLD.add(name)
+        PRINTED_TOOLS.add(name)
         tool = loop.tools[name]
         function = tool.function if isinstance(tool, FunctionTool) else tool.execute
         what = describe_error(error, function).splitlines()[0]
@@ -981,10 +988,10 @@ async def grade_rollout(context: Context, outputs: list[AgentLoopOutput], row: d
     name = f"the reward of prompt {outputs[0].extra['prompt']}"
     await in_time(name, REWARD_TIMEOUT, set_rewards(context.task, outputs, row))
     if "states" in context.args.estimator_takes:
-        # Only to validate: it raises if states and turns differ in number.
+        # Raises if states and turns differ in number: now, so that it costs this rollout alone.
         batch = data.make_batch(outputs)
         data.turn_states(outputs, data.turns_of_units(batch))
-    graded = [{name: getattr(output, name) for name in REWARD_FIELDS} for output in outputs]
+    graded = [{field: getattr(output, field) for field in REWARD_FIELDS} for output in outputs]
     pickle.dumps(graded)  # ranks will send it to each other
     return graded
 
@@ -1034,7 +1041,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
             for index, value in output.turn_rewards
         ]
         output.metrics = _loggable(output.metrics)
-        json.dumps([output.messages, output.extra], default=str)  # as the log does
+        json.dumps([output.messages, output.extra], default=str)  # raises what the log would
 
 
 score = set_rewards  # its former name: other projects import it
@@ -1082,7 +1089,8 @@ def _copy(output: AgentLoopOutput) -> AgentLoopOutput:
 
 # ---------------------------------------------------------------- many rollouts: the pool
 
-# The state of a prompt's group in the ranks' store, where a key that was never set reads as 0.
+# The state of a prompt's group in the ranks' store. `add` sets it, because a key that was never
+# set counts as 0.
 RUNNING, DONE, NO_SIGNAL = range(3)
 
 
@@ -1202,10 +1210,12 @@ class Pool:
                 yield first + self.store.add("next", 1) - 1
 
     async def _work(self):
-        """Starts rollouts as room and limit allow. Ends when it is cancelled."""
+        """Starts rollouts as room and limit allow. Ends when it is cancelled.
+
+        Ends at once on the followers of a --tp team."""
         try:
             async with asyncio.TaskGroup() as self.tasks:
-                while self.engine.leader:
+                while self.engine.leader:  # which never changes
                     await self.free_slots.acquire()  # first, because a drawn prompt must be started
                     prompt = next(self.prompts)
                     while prompt >= self.limit:
@@ -1228,7 +1238,7 @@ class Pool:
                 name=f"{self.kind}-{self.step:08d}-{prompt:06d}-{sample:04d}",
                 prompt=prompt,
                 sample=sample,
-                step=self.step,
+                step=self.step,  # in which it starts: with staleness, that depends on timing
                 validate=self.kind == "eval",
                 is_greedy=sample == self.group_size,
                 demonstration=demonstration,
@@ -1280,9 +1290,10 @@ class Pool:
 
     async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> Grade:
         """Returns the result of `grade_rollout`, or the failure if it raised."""
-        # To blame for an error that is not raised in the user's code: the loop, if it set a reward.
-        is_the_tasks = all(output.reward is None for output in outputs)
-        function = self.context.task.reward if is_the_tasks else None
+        # An error that no line of the user's code raised is blamed on the task's reward function,
+        # unless the loop has set the reward.
+        task_computes = all(output.reward is None for output in outputs)
+        function = self.context.task.reward if task_computes else None
         try:
             row = copy_containers(self.row_of(member.prompt))
             if "images" in row:  # a grader may draw on them
@@ -1306,7 +1317,7 @@ class Pool:
         grades = await _await_graders(group.graders)
         graded = Rollouts(_with_rewards(group.outputs, grades))
         units = data.by_unit(graded.sampled)
-        values = units.outcomes if units.outcomes.any() else units.rewards
+        values = units.outcomes if units.outcomes.any() else units.task_rewards
         return not data.groups_with_signal(units, values)
 
     def _failure(
@@ -1341,13 +1352,16 @@ class Pool:
 
         states = []  # of the groups first, first + 1, ..., up to one that has not ended
 
-        def batch_is_full():
+        def advance() -> bool:
+            """Takes in groups that have ended. Returns whether they make a batch; if not, lets
+            replacements start."""
             self._poll(states)
-            if not self._is_full(states):
+            is_full = self._is_full(states)
+            if not is_full:
                 self._start_replacements(len(states), capacity)
-            return self._is_full(states)
+            return is_full
 
-        finished = self._work_until(batch_is_full, self.title, self.batch)
+        finished = self._work_until(advance, self.title, self.batch)
         # Rank 0's: all leaders have the same, and the followers of a --tp team have none.
         states = gather_unless_stopped(states, not finished)[0]
 
@@ -1359,8 +1373,9 @@ class Pool:
         return self._gather(range(self.step_first, self.first), replaced)
 
     def _is_full(self, states: list[int]) -> bool:
-        """Returns whether the groups in these states make a batch. At most `replacements` groups
-        without a signal are not counted."""
+        """Returns whether the groups in these states make a batch.
+
+        At most `replacements` groups without a signal are not counted."""
         return len(states) - min(states.count(NO_SIGNAL), self.replacements) >= self.batch
 
     def _poll(self, states: list[int]):
@@ -1467,8 +1482,9 @@ class Pool:
         return self.first if steps_done > self.step else self.step_first
 
     def finish_running(self):
-        """Waits until all running rollouts have finished, before an evaluation. No others start
-        until the next `rollout`. Raises Stopped."""
+        """Waits until all running rollouts have finished, before an evaluation.
+
+        No others start until the next `rollout`. Raises Stopped."""
         self._set_limit(0)
         groups = list(self.groups.values())
 
@@ -1565,7 +1581,8 @@ def rollout(
         wait_for_rewards(rollouts, run.background, run.stop)
         rollouts.seconds += time.perf_counter() - started
     except Stopped:
-        # All ranks raise Stopped together, and `end` waits for them. Other errors are one rank's.
+        # All ranks raise Stopped together, and `end` waits for them. After another error, which is
+        # one rank's, the others would not come.
         pool.end()
         raise
     pool.end()

@@ -53,11 +53,11 @@ VALUE_CLIP = 0.5  # clip of the critic's value loss (PPO)
 
 def main(args: Args):
     """Trains: each step of the run, from rollout to log. Ends early after Ctrl-C or SIGTERM."""
-    run = setup(args)  # checks all input first; holds engine, networks, pool and log
+    run = setup(args)  # checks all input; a Run holds engine, networks, pool and log
     log = run.log
     with (
         contextlib.suppress(Stopped),  # `finish` saves, and raises it again
-        checkpoints.save_if_nothing_left(run, put_to_sleep),
+        checkpoints.save_if_rewards_fail(run, put_to_sleep),
     ):
         if run.done == 0 and run.rows["val"]:
             log.metrics({"step": 0} | evaluate(run))
@@ -83,15 +83,15 @@ def main(args: Args):
                 continue
 
             # ---- 3. rewards -> advantages: change these lines for a method of your own
-            metrics |= set_token_rewards(run, batch, step)
+            metrics |= set_token_rewards(run, batch, step)  # batch.token_rewards, (N, S)
             batch["advantages"] = estimate_advantages(batch, rollouts, args, run.estimator_state)
             run.clock.lap("advantages")
             if args.mask_truncated:
-                mask_truncated(batch)
+                batch.mask_truncated()
 
             # ---- 4. update: epochs x mini-batches x packed micro-batches
             metrics |= update(run, batch, step)
-            metrics |= rollouts.group_metrics() | batch_metrics(batch, step, args)
+            metrics |= batch_metrics(batch, step, args)
             check_agreement(run, batch, step, metrics["rollout/logp_diff_mean"])
             run.done = step + 1
 
@@ -138,29 +138,23 @@ def collect_rollouts(run: "Run", step: int) -> Rollouts:
     return rollouts
 
 
-def named_weights(policy: "Policy") -> Iterator[tuple[str, Tensor]]:
-    """Yields the unsharded weights for the engine, one at a time, by their checkpoint names."""
-    return models.checkpoint_weights(policy.model, policy.engine_dtype)
-
-
 @shown("weights to the engine")
 def sync(engine: Engine, policy: "Policy", version: int) -> float:
     """Wakes a sleeping engine and loads the policy's weights. Returns the seconds that it took."""
     started = time.perf_counter()
     torch.cuda.empty_cache()  # the engine needs the memory that the update left in torch's cache
     engine.wake_weights()
-    engine.load_weights(named_weights(policy), version)
+    engine.load_weights(models.checkpoint_weights(policy.model, policy.engine_dtype), version)
     engine.wake_kv()  # vLLM waits for the device here, and empties torch's cache
     return time.perf_counter() - started
 
 
 @contextlib.contextmanager
 def awake(run: "Run") -> Iterator[float]:
-    """Wakes the engine, with the current weights. It stays awake until `put_to_sleep`.
+    """Wakes the engine for the block, with the current weights, and LEAVES it awake afterwards.
 
-    While it is awake, what --offload names is in host memory. Yields the seconds that the weight
-    sync took, or 0 if the engine already had these weights. After Stopped or an error in the block,
-    the engine is put to sleep, so that a checkpoint can be saved."""
+    Only `put_to_sleep` or an error in the block puts it to sleep. What --offload names is in host
+    memory meanwhile. Yields the seconds that the sync took, 0 if there was nothing to sync."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
         # An evaluation must not change the digits of the next rollout, so caches are emptied.
@@ -196,10 +190,11 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
     batch["top_ids"], which the reference finds likeliest, and batch["top_logprobs"]. A step with
     a single update may need no old logprobs: see `update_policy`."""
     args = run.args
-    if args.rollout_only:
-        return
     run.clock.lap("batch")
+    if args.rollout_only:  # nothing is trained
+        return
     has_several_updates = args.updates_per_step > 1
+    # No update of the policy computes them then, and the engine is compared with them.
     only_critic_learns = step < args.critic_warmup
     kl_is_in_reward = args.kl_coef and args.kl_in == "reward"
     asked = {"logprobs_old", "entropy"} & {*args.estimator_takes}
@@ -210,12 +205,12 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
         batch.update(scores)
         run.clock.lap("logprobs_old")
     if run.reference:
-        read = batch.get("told", batch)  # with --hints, prompts that contain the hint
+        seen = batch.get("told", batch)  # with --hints, the teacher is told them
         names = ["logprobs"]
         if args.kl_top:
-            read = read | {"top_k": args.kl_top}
+            seen = seen | {"top_k": args.kl_top}  # which data.pack_rows hands to the Policy
             names += ["top_logprobs", "top_ids"]
-        scores = score_tokens(run.reference, read, args, names)
+        scores = score_tokens(run.reference, seen, args, names)
         batch["logprobs_ref"] = scores.pop("logprobs")
         batch.update(scores)
         run.clock.lap("logprobs_ref")
@@ -251,7 +246,8 @@ def score_tokens(
 def scatter_to_rows(shape: tuple, micro_batches: list[data.MicroBatch], scores: list) -> BT:
     """Returns the scores of micro-batches as one tensor, (B, T) or (B, T, K), 0 in other rows."""
     first = scores[0]
-    result = torch.zeros(*shape, *first.shape[2:], dtype=first.dtype)
+    sizes = (*shape, *first.shape[2:])
+    result = torch.zeros(sizes, dtype=first.dtype)
     for micro, values in zip(micro_batches, scores):
         if not micro.is_filler:  # a filler only gives ranks equal numbers of micro-batches
             result[micro.rows] = values.cpu()
@@ -268,7 +264,8 @@ def add_rewards(
         for prompt, reward in data.total_rewards(rollouts.sampled):
             run.history[prompt].append(reward)
     metrics = rollouts.metrics(run.engine)
-    metrics["rollout/epoch"] = (metrics["rollout/last_prompt"] + 1) / len(run.rows["train"])
+    n_prompts = metrics["rollout/last_prompt"] + 1
+    metrics["rollout/epoch"] = n_prompts / len(run.rows["train"])
     run.clock.lap("grading")
     graded = [row for row, output in enumerate(batch.outputs) if output.reward is not None]
     return batch.select(graded), metrics
@@ -309,24 +306,26 @@ def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, flo
         metrics["actor/kl_coef"] = run.kl.coef
         if args.kl_target and step >= args.critic_warmup:
             run.kl.update(mean_kl.item(), batch.n_sampled_units)
-    has_tokens = batch.layout.mask.any(1)  # (N,)
-    metrics["reward/shaped_mean"] = mean(batch.unit_rewards[has_tokens])
+    has_tokens = batch.layout.mask.any(1)  # (N,), False for demonstrations
+    metrics["reward/shaped_mean"] = mean(batch.shaped_rewards[has_tokens])
     return metrics
 
 
 def greedy_baselines(rollouts: Rollouts, units: data.Units, args: Args) -> N:
     """Returns the shaped reward of each unit's greedy rollout, (N,); NaN where there is none."""
     greedy = data.by_unit(rollouts.greedy)
+    # As the sum of a unit's token_rewards, but without KL.
     rewards = args.reward_coef * (greedy.turn_rewards + shape_rewards(greedy, args))
-    greedy_groups = greedy.groups.tolist()
-    baseline_of = dict(zip(greedy_groups, rewards.tolist()))
-    groups = units.groups.tolist()
-    baselines = [baseline_of.get(group, math.nan) for group in groups]
+    reward_of = dict(zip(greedy.groups.tolist(), rewards.tolist()))
+    baselines = [reward_of.get(group, math.nan) for group in units.groups.tolist()]
     return rewards.new_tensor(baselines)
 
 
 def estimate_advantages(
-    batch: data.Batch, rollouts: Rollouts, args: Args, state: dict | None = None
+    batch: data.Batch,
+    rollouts: Rollouts,
+    args: Args,
+    state: dict | None = None,
 ) -> BT:
     """Returns the advantages by --adv_estimator, (B, T).
 
@@ -349,20 +348,13 @@ def estimate_advantages(
         is_pair = isinstance(advantages, tuple | list) and len(advantages) == 2
         need(is_pair, f"{flag} asks for values: must return a tuple, advantages and returns")
         advantages, returns = advantages
-        returns = data.for_each_token(returns, mask, f"{flag} gives returns")
+        returns = data.expanded_to_tokens(returns, mask, f"{flag} gives returns")
         batch["returns"] = layout.to_outputs(returns)
-    advantages = data.for_each_token(advantages, mask, f"{flag} gives advantages")
+    advantages = data.expanded_to_tokens(advantages, mask, f"{flag} gives advantages")
     if args.whiten_advantages:
         advantages = losses.whiten(advantages, mask)
     return layout.to_outputs(advantages)
 
-
-def mask_truncated(batch: data.Batch):
-    """Excludes units with a truncated output from the loss and from the counts that divide it."""
-    index = batch.units.unit_of_row  # (B,)
-    is_truncated = torch.isin(index, index[batch["truncated"]])
-    for name in {"response_mask", "observation_mask"} & batch.keys():
-        batch[name][is_truncated] = 0
 
 
 # ---------------------------------------------------------------- 4. update
@@ -373,14 +365,15 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
 
     Sets batch["logprobs_old"] if `score_batch` has not. Returns metrics, means over updates."""
     args = run.args
-    batch["unit_tokens"] = batch.count_unit_tokens()  # after mask_truncated
+    batch["unit_tokens"] = batch.count_unit_tokens()  # without what mask_truncated excluded
     prompts = batch.units.prompts[batch.units.unit_of_row]  # (B,)
     lr = run.policy.set_lr(max(0, step - args.critic_warmup))
     if run.critic:
         run.critic.set_lr(step)
 
     updates = []  # the metrics of each
-    seeds = [data.stable_hash(args.seed, step, epoch) for epoch in range(args.epochs)]
+    epochs = range(args.epochs)
+    seeds = [data.stable_hash(args.seed, step, epoch) for epoch in epochs]
     for rows in data.mini_batches(prompts, args.updates_per_epoch, seeds):
         n_tokens = batch["lengths"][rows].sum().item()
         metrics = {"actor/lr": lr, "batch/tokens": n_tokens}
@@ -395,11 +388,13 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
 
 
 def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, float]:
-    """Takes one optimiser step of the policy on these rows. Returns metrics."""
+    """Takes one optimiser step of the policy on these rows, which are the same on all ranks.
+
+    Sets batch["logprobs_old"] if `score_batch` has not. Returns metrics."""
     args = run.args
     names = ["response_mask", "unit_tokens", "advantages", "versions", "logprobs_rollout"]
     optional = {"logprobs_ref", "top_logprobs", "imitation_mask", "observation_mask"}
-    names += optional & batch.keys()
+    names += sorted(optional & batch.keys())
     # With a single update, old and new logprobs are equal: policy_objective uses the new ones.
     if args.updates_per_step > 1:
         names.append("logprobs_old")
@@ -407,7 +402,7 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
         run.policy, policy_objective, batch, names, rows, args, run.accelerator, args.loss_agg
     )
     if "logprobs_old" not in batch:
-        batch["logprobs_old"] = all_sum(logprobs)  # for the metrics of the step
+        batch["logprobs_old"] = all_sum(logprobs)  # to be compared with the engine's
     return metrics
 
 
@@ -434,12 +429,12 @@ def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAn
     mask = columns["response_mask"]
     old = columns.get("logprobs_old", logprobs.detach())
     kind, low, high = args.correction
-    denominator = columns["logprobs_rollout"] if kind == "bypass" else old  # of the ratio
+    ratio_to = columns["logprobs_rollout"] if kind == "bypass" else old
     optional = {"logprobs_rollout", "logprobs_ref", "versions"} & columns.keys()
     loss, stats = losses.policy_loss(
         args.policy_loss,
         logprobs,
-        denominator,
+        ratio_to,
         columns["advantages"],
         mask,
         clip_low=args.clip_low,
@@ -449,7 +444,7 @@ def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAn
         args=args,
         **{name: columns[name] for name in optional},
     )
-    # The correction's stats are logged for the whole batch, by metrics.batch_metrics.
+    # All 1 with none and bypass. metrics.batch_metrics logs the stats, for the whole batch.
     weights, _ = losses.rollout_correction(kind, old, columns["logprobs_rollout"], mask, low, high)
     loss = loss * weights
     stats = {"pg_loss": loss.detach(), "entropy": entropy.detach(), **stats}
@@ -518,6 +513,7 @@ def optimise(
 
     grad_norm = learner.step(accelerator, args.max_grad_norm, has_tokens=any(counts.values()))
     sums["batch/unique_tokens"] = n_unique
+    # All ranks have the same metrics in the same order: each has a micro-batch, perhaps a filler.
     sums_of_rank = torch.tensor(list(sums.values()), dtype=torch.float64)
     totals = all_sum(sums_of_rank).tolist()
     metrics = dict(zip(sums, totals))
@@ -549,7 +545,7 @@ def micro_batch_loss(
     )
     shares = {}
     for name, coef in ("imitation", 1.0), ("observation", args.observation_coef):
-        count = counts[f"{name}_mask"]
+        count = counts[f"{name}_tokens"]
         if count:
             tokens = columns[f"{name}_mask"]
             mean_loss = losses.aggregate(-scores["logprobs"], tokens, n_tokens=count)
@@ -599,10 +595,11 @@ def evaluate(run: "Run") -> dict:
         else:
             run.pool.finish_running()
         sampling = args.sampling(validate=True)
-        rollouts = rollout(run, run.rows["val"], run.done, args.eval_samples, sampling, "eval")
+        rows = run.rows["val"]
+        rollouts = rollout(run, rows, run.done, args.eval_samples, sampling, kind="eval")
     run.log.rollouts(f"eval_{run.done:06d}", rollouts.outputs, rollouts.errors)
     units = data.by_unit(rollouts.outputs)
-    return describe_eval(rollouts.outputs, units, run.rows["val"]) | {
+    return describe_eval(rollouts.outputs, units, rows) | {
         "eval/failed": sum(rollouts.lost.values()),
         "timing/eval_s": rollouts.seconds,
     }
@@ -660,6 +657,7 @@ class Net(nn.Module):
         predicting = hidden[packed["source"]] + zero_of_vision  # (M, H)
         results = {}
         for name, scores in self.scores_from_hidden(predicting, packed).items():
+            # Rows that agree up to a token share its prediction: see data._predictions.
             zeros = scores.new_zeros(*packed["shape"], *scores.shape[1:])
             results[name] = zeros.index_put(packed["at"], scores[packed["prediction"]])
         return results
@@ -674,7 +672,7 @@ class Policy(Net):
 
     def __init__(self, args: Args, vocab_size: int | None = None, vision=None):
         auto_class = "AutoModelForImageTextToText" if vision else "AutoModelForCausalLM"
-        # A text model is packed only if choose_attention, below, finds that it can be.
+        # A text model is packed only if choose_attention finds, below, that it can be.
         super().__init__(auto_class, args, vision, is_packed=bool(vision))
         # In a list, so that nn.Module does not register it a second time.
         self.head = [self.model.get_output_embeddings()]
@@ -717,12 +715,13 @@ class Critic(Net):
 
     def __init__(self, args: Args, vision=None, is_packed: bool = True):
         super().__init__("AutoModel", args, vision, is_packed)
-        self.head = nn.Linear(self.model.config.get_text_config().hidden_size, 1)
+        config = self.model.config.get_text_config()
+        self.head = nn.Linear(config.hidden_size, 1)
         for p in self.head.parameters():
             nn.init.zeros_(p)
 
     def scores_from_hidden(self, hidden, packed):
-        """Returns the values, (M,), computed in float32."""
+        """Returns the values, (M,). Not by self.head(hidden): autocast would give bfloat16."""
         values = (hidden.float() * self.head.weight).sum(-1) + self.head.bias
         return {"values": values}
 
@@ -832,7 +831,7 @@ def setup(args: Args) -> Run:
     task_builds_model = not args.model  # check_input sets args.model
     accelerator, store, task, all_rows = check_input(args)
     device = accelerator.device
-    tokenizer, processor, rows = load_files(args, task, all_rows)
+    tokenizer, processor, rows = load_tokenizer_and_rows(args, task, all_rows)
 
     # Refuse a model that can't be run or trained, and a run that can't be resumed.
     vocab_size = models.vocab_size(tokenizer)
@@ -840,7 +839,7 @@ def setup(args: Args) -> Run:
     data.register_packed_attention()
     vision = Vision(processor) if processor else None
     policy = Policy(args, vocab_size, vision)
-    reference = build_reference(args, policy)
+    reference = build_reference(args, policy)  # may be refused, so it comes before the engine
     contents = on_main(contents_of, args, task, rows)
     changed = on_main(checkpoints.check_changes, args, contents, task_builds_model)
     on_main(checkpoints.try_to_save, args, policy, processor or tokenizer)
@@ -913,13 +912,14 @@ def check_input(args: Args) -> tuple:
     return accelerator, store, task, rows
 
 
-def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
+def load_tokenizer_and_rows(args: Args, task: ModuleType, rows: dict) -> tuple:
     """Loads the model's tokenizer and processor (None for a text model), and drops overlong rows.
 
     rows: by split, also in the result. Raises BadInput if model, teacher and rows don't fit."""
     tokenizer, processor = models.load_tokenizer(args, task)
     models.check_teacher(args, tokenizer)
-    of_eval = replace(args, hints=False, imitation_steps=0)  # no hints and demonstrations there
+    # An evaluation has neither hints nor demonstrations.
+    of_eval = replace(args, hints=False, imitation_steps=0)
     rows = {
         "train": data.filter_overlong(rows["train"], tokenizer, task, args, processor),
         "val": data.filter_overlong(rows["val"], tokenizer, task, of_eval, processor),
@@ -928,11 +928,10 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
 
 
 def build_reference(args: Args, policy: Policy) -> Callable | None:
-    """Returns the frozen network that the KL compares with, or None: --ref_model or the starting
-    model.
+    """Returns the frozen network that the KL compares with, or None if no KL is asked for.
 
-    With --hints it is the policy itself, not frozen; with LoRA the policy without its adapters.
-    It is built before the engine, whose start takes minutes, because it may be refused."""
+    It is --ref_model or the starting model; with LoRA, the policy without its adapters. With
+    --hints it is the policy itself, not frozen."""
     if not args.has_reference or args.rollout_only:
         return None
     if args.hints:
@@ -953,7 +952,7 @@ def build_networks(args: Args, accelerator, policy: Policy, reference) -> tuple:
     if args.has_critic:
         net = Critic(args, policy.vision, policy.is_packed)
         critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator, "critic")
-    if isinstance(reference, Policy) and reference is not policy:
+    if isinstance(reference, Policy) and reference is not policy:  # it has its own weights
         reference = wrap(reference, args, accelerator, frozen=True)
     n_steps = args.num_steps - args.critic_warmup
     return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference

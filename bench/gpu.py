@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import data
 import train
 from examples.tiny_models import make_tokenizer
-from flatrl import devices
+from flatrl import devices, models
 from flatrl.processes import Background
 from rollout import Engine
 
@@ -149,7 +149,7 @@ def sync(sides: Sides, options: argparse.Namespace) -> Iterator[Row]:
 
     def load(version: int) -> float:
         sides.engine.wake_weights()
-        weights = train.named_weights(sides.net)
+        weights = models.checkpoint_weights(sides.net.model, sides.net.engine_dtype)
         taken = common.seconds(lambda: sides.engine.load_weights(weights, version))
         sides.engine.wake_kv()
         sides.engine.sleep()

@@ -103,7 +103,7 @@ class Fault:
 
 
 DISAGREE = "engine and trainer disagree"
-WEIGHTS = "train.named_weights"
+WEIGHTS = "flatrl.models.checkpoint_weights"
 STALE = "seen.setdefault(0, [(n, t.clone()) for n, t in old(*a)])"
 STALE_PART = "((n, seen.setdefault(n, t.clone()) if {} in n else t) for n, t in old(*a))"
 LEFT_OUT = "((n, t) for n, t in old(*a) if {} not in n)"

@@ -333,7 +333,7 @@ def resume(run, checkpoint: Path, state: dict, changed: dict):
 
 
 @contextlib.contextmanager
-def save_if_nothing_left(run, put_to_sleep: Callable):
+def save_if_rewards_fail(run, put_to_sleep: Callable):
     """If NothingLeft or BadReward ends the run, saves a checkpoint first. All ranks raise it."""
     try:
         yield

@@ -67,7 +67,7 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     n = len(outputs)
     rollouts = [rollout_of(output) for output in outputs]
     n_rollouts = len(set(rollouts))
-    rewards = units.rewards.tolist()
+    rewards = units.task_rewards.tolist()
     response_lengths = [len(output.response_ids) for output in outputs]
     num_turns = [output.num_turns for output in outputs]
     sums = Counter()
@@ -132,7 +132,7 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
                              (outcome >= 1): 1 - C(n - c, j) / C(n, j) if c of its n units did
                              (arXiv 2107.03374, eq. 1), the mean over groups with n >= j. A
                              group is the rollouts of a row, if no other is named."""
-    rewards = units.rewards.tolist()
+    rewards = units.task_rewards.tolist()
     prompts = units.prompts.tolist()
     statistics = describe(outputs, units)
     result = {"eval/trajectories": int(statistics["rollout/trajectories"])}

@@ -184,7 +184,7 @@ class Watch:
             return problems
         sums = (batch["advantages"] * mask).sum(-1)  # (B,)
         means = zeros.index_add(0, units.unit_of_row, sums) / tokens.clamp(min=1)  # (N,)
-        expected = losses.grpo_advantages(batch.unit_rewards, units.groups)[is_trained]
+        expected = losses.grpo_advantages(batch.shaped_rewards, units.groups)[is_trained]
         found = losses.grpo_advantages(means, units.groups)[is_trained]
         correlation = (expected * found).sum() / expected.square().sum()
         if correlation < 0.5:  # NaN, where all rewards are equal, is not

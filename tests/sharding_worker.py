@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import data
 import rollout
 import train
-from flatrl import devices, processes, vllm_engine
+from flatrl import devices, models, processes, vllm_engine
 
 # Tokens in a micro-batch, of which some ranks need fillers; how losses are aggregated; flags.
 CASES = {
@@ -61,7 +61,8 @@ def n_whole(policy: train.Policy) -> int:
 
 def sync_and_look(engine: rollout.Engine, policy: train.Policy) -> dict:
     """What a sync does to engine and policy; is the engine then exactly the policy?"""
-    most = max(n_whole(policy) for _ in train.named_weights(policy))
+    weights = models.checkpoint_weights(policy.model, policy.engine_dtype)
+    most = max(n_whole(policy) for _ in weights)
     train.sync(engine, policy, 1)
     (parts,) = engine.llm.apply_model(vllm_engine.fused_parts)
     held = {name: x for inside in parts.values() for name, x in inside.items()}

@@ -68,7 +68,7 @@ MASK = data.collate(OUTPUTS)["response_mask"]
 def test_long_responses_cost_rewards_and_token_rewards_alike():
     """The last 40% of 10 tokens, from 6 on, cost up to 1: only one output has so many."""
     batch, metrics = batch_with_rewards(OUTPUTS, Args(max_response_tokens=10, overlong_buffer=0.4))
-    close(batch.unit_rewards, REWARDS - torch.tensor([0, 0, 0, 1.0]))
+    close(batch.shaped_rewards, REWARDS - torch.tensor([0, 0, 0, 1.0]))
     expected = torch.zeros(5, 10)
     expected[0, 1], expected[0, 4] = 0.5, 1.0
     expected[2, 2] = -3.0 + 0.25  # a unit's terminal reward stands at the end of its last output
@@ -77,7 +77,7 @@ def test_long_responses_cost_rewards_and_token_rewards_alike():
     assert metrics == {"reward/shaped_mean": pytest.approx(-0.0625)}
     outputs = [output(0, 0, "1" * 7, 0.5)]
     batch, _ = batch_with_rewards(outputs, Args(max_response_tokens=10, overlong_buffer=0.4))
-    close(batch.unit_rewards, torch.tensor([0.25]))
+    close(batch.shaped_rewards, torch.tensor([0.25]))
 
 
 def test_kl_in_the_reward_by_hand():
@@ -85,7 +85,7 @@ def test_kl_in_the_reward_by_hand():
     tensors = dict(logprobs_old=old, logprobs_ref=ref)
     flags = dict(kl_coef=0.1, kl_kind="k1")
     batch, metrics = batch_with_rewards(OUTPUTS, Args(kl_in="reward", **flags), **tensors)
-    close(batch.unit_rewards, REWARDS - 0.05 * torch.tensor([4, 5, 1, 7]))
+    close(batch.shaped_rewards, REWARDS - 0.05 * torch.tensor([4, 5, 1, 7]))
     plain = rewards_of_tokens(OUTPUTS)
     plain[1, 1] = 0  # the unit does not end there
     close(batch.layout.to_outputs(batch.token_rewards), plain - 0.05 * MASK)
@@ -235,7 +235,7 @@ def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
     batch, _ = train.add_rewards(run, rollouts, batch)
     assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
     assert batch["values"].tolist() == [[0, 1], [10, 11]]
-    assert batch.units.rewards.tolist() == [1.0, 2.0]
+    assert batch.units.task_rewards.tolist() == [1.0, 2.0]
 
 
 def test_a_single_asynchronous_update_clips_the_ratio_to_the_engine():

@@ -20,7 +20,7 @@ import losses
 from agent_loop import AgentLoopOutput, BadInput, Interaction, as_tool, total_reward
 from examples import calculator
 from flatrl import notices, tables
-from train import Args, mask_truncated
+from train import Args
 
 close = torch.testing.assert_close
 HELLO = [{"role": "user", "content": "hello"}]
@@ -369,10 +369,10 @@ def test_an_observation_counts_once_in_a_rollout():
     assert mask.sum(1).tolist() == [4, 1, 1, 3, 0]
     batch["unit_tokens"] = batch.count_unit_tokens()
     counts = data.count_globally(batch, [0, 3], ["observation_mask"])
-    assert counts["tokens"] == 3 and counts["observation_mask"] == 7
-    assert data.count_globally(batch, [0, 3], [])["observation_mask"] == 0
+    assert counts["tokens"] == 3 and counts["observation_tokens"] == 7
+    assert data.count_globally(batch, [0, 3], [])["observation_tokens"] == 0
     batch["truncated"][1] = True  # its unit has three outputs
-    mask_truncated(batch)
+    batch.mask_truncated()
     assert mask.sum(1).tolist() == [0, 0, 0, 3, 0]
     assert batch["response_mask"].sum(1).tolist() == [0, 0, 0, 1, 3]
 
@@ -393,7 +393,7 @@ def test_where_rewards_fall(mask, turn_rewards, reward, expected):
     assert rewards_of_tokens([output]).tolist() == [expected]
     terminal = reward["score"] if isinstance(reward, dict) else reward or 0.0
     total = terminal + sum(r for _, r in turn_rewards)
-    assert data.by_unit([output]).rewards.tolist() == [total] == [total_reward(output)]
+    assert data.by_unit([output]).task_rewards.tolist() == [total] == [total_reward(output)]
 
 
 masks = st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=5)

@@ -271,7 +271,7 @@ def test_a_run_that_its_task_ends_is_saved_first(fault, monkeypatch):
     monkeypatch.setattr(checkpoints, "save_checkpoint", lambda run: done.append("saved"))
     for rollout_only in (True, False):
         run = SimpleNamespace(args=Args(rollout_only=rollout_only))
-        saving = checkpoints.save_if_nothing_left(run, lambda run, keep: done.append("asleep"))
+        saving = checkpoints.save_if_rewards_fail(run, lambda run, keep: done.append("asleep"))
         with pytest.raises(fault), saving:
             raise fault("no rollout has a reward")
     assert done == ["asleep", "saved"]

@@ -13,6 +13,7 @@ from test_train import safetensors
 import data
 import train
 from agent_loop import BadInput
+from flatrl import models
 from train import Args
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -46,7 +47,7 @@ def test_merged_weights_are_those_of_the_adapted_policy(
     policy = trained(train.Policy(args))
     base = dict(hf_model(model).named_parameters())
     held = {name: p.clone() for name, p in policy.named_parameters()}
-    weights = dict(train.named_weights(policy))
+    weights = dict(models.checkpoint_weights(policy.model, policy.engine_dtype))
     if tied:  # some of vLLM's classes have a head of their own
         assert weights.pop("lm_head.weight") is weights["model.embed_tokens.weight"]
     assert weights.keys() == base.keys()

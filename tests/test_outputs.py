@@ -124,7 +124,7 @@ def test_the_first_exception_of_a_tool_is_printed_with_its_line(tokenizer, monke
         stop_token_ids = (tokenizer.eos_token_id,)
         version = property(lambda self: len(self.prompts))
 
-    monkeypatch.setattr(rollout, "TOLD", set())
+    monkeypatch.setattr(rollout, "PRINTED_TOOLS", set())
     turn = "\n".join([call("divide", to=1), call("lend"), call("divide", by=0), call("leave")])
     for _ in range(2):
         task = SimpleNamespace(TOOLS=[divide, leave])

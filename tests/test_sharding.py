@@ -16,7 +16,7 @@ from test_train import safetensors
 
 import train
 from agent_loop import BadInput
-from flatrl import devices
+from flatrl import devices, models
 from train import Args
 
 
@@ -109,10 +109,10 @@ def test_followers_hear_of_calls_that_are_refused_or_given_up(tiny_model, cache,
 def test_a_tensor_that_a_sync_leaves_out_is_named(engine, tiny_model, monkeypatch):
     """One that is wrong is seen in the logprobs: see test_agreement.py."""
     policy = types.SimpleNamespace(model=hf_model(tiny_model, 1.5), engine_dtype=torch.float32)
-    weights = dict(train.named_weights(policy))
+    weights = dict(models.checkpoint_weights(policy.model, policy.engine_dtype))
     left_out = "model.layers.1.self_attn.k_proj.bias"
     weights.pop(left_out)
-    monkeypatch.setattr(train, "named_weights", lambda policy: weights.items())
+    monkeypatch.setattr(models, "checkpoint_weights", lambda *_: weights.items())
     with pytest.raises(RuntimeError, match=f"got no tensor: .*{left_out}"):
         train.sync(engine, policy, 1)
 

@@ -507,7 +507,7 @@ def test_rows_that_are_dropped_are_counted_and_evaluations_have_no_hints(monkeyp
     monkeypatch.setattr(data, "filter_overlong", lambda rows, *more: [*rows[1:], more[2].hints])
     rows = {"train": [1, 2], "val": [3]}
     args = Args(algo="opsd", model="x")
-    *_, kept = train.load_files(args, SimpleNamespace(), rows)
+    *_, kept = train.load_tokenizer_and_rows(args, SimpleNamespace(), rows)
     assert kept == {"train": [2, True], "val": [False]}
     assert rows == {"train": [1, 2], "val": [3]}  # the banner compares both
 

@@ -162,7 +162,7 @@ def test_describe_by_hand():
 
 def test_units_of_games():
     units = data.by_unit(GAMES)
-    assert units.rewards.tolist() == [1, -1, -1, 1]
+    assert units.task_rewards.tolist() == [1, -1, -1, 1]
     assert units.unit_of_row.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
     assert units.groups[0] == units.groups[2] != units.groups[1] == units.groups[3]
     assert units.prompts.tolist() == [0] * 4 and units.response_lengths.tolist() == [4] * 4
