@@ -399,7 +399,7 @@ class Args(LoopArgs):
 
     @property
     def evaluates(self) -> bool:
-        """True if validation rows are evaluated."""
+        """True if validation rows are loaded and evaluated, unless the task has none."""
         return self.eval_every >= 0 and not self.rollout_only and not self.replay
 
     @property

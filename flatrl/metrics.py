@@ -158,7 +158,9 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
 
 
 def pass_at(j: int, passed: list[bool]) -> float:
-    """Returns the probability that at least one of j draws from `passed` is True."""
+    """Returns the probability that at least one of j different entries of `passed` is True.
+
+    This is the unbiased pass@j (arXiv 2107.03374): the j entries are drawn without replacement."""
     return 1 - math.comb(passed.count(False), j) / math.comb(len(passed), j)
 
 

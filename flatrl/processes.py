@@ -140,7 +140,7 @@ class Stop:
         atexit.register(self._leave)
 
     def wait_for_other_ranks(self):
-        """Returns when the run is over on all ranks. Their threads end together."""
+        """Reports that this rank's run is over, and returns when all ranks have reported."""
         self.finished.set()
         self.thread.join()
 
@@ -287,7 +287,8 @@ class Background:
     def watch(self):
         """Prints the stack of a task that blocks the loop, once each time.
 
-        Also that of the first thread that held the interpreter: this one then wakes late."""
+        If this thread itself wakes late, some thread has held the interpreter: the first such
+        thread of the process is named, too."""
         while not self.closed:
             turn = threading.Event()
             self.loop.call_soon_threadsafe(turn.set)

@@ -94,11 +94,12 @@ class Vision:
         return model.get_image_features(pixels, grid, return_dict=True)
 
     def inputs(self, model, packed: dict) -> dict:
-        """Returns a model's inputs besides those of `data.pack_rows`, for rows with images.
+        """Returns a model's further inputs for rows with images.
 
-        These are position_ids (3, 1, P) and the vision tower's output; an image in a shared
-        prefix is encoded once. The tower runs here: model.forward would pass it the cu_seqlens
-        of the tokens as its own."""
+        packed: as from `data.pack_rows`. The result is position_ids (3, 1, P), in place of those
+        in packed["inputs"], and mm_encoder_outputs, those of the vision tower. An image in a
+        shared prefix is encoded once. The tower runs here: model.forward would pass it the
+        cu_seqlens of the tokens as its own."""
         positions = []
         images_to_encode = []
         for ids, images, n_shared in packed["images"]:
