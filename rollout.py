@@ -666,7 +666,7 @@ class Rollouts:
         """Returns metrics of outputs, groups, failures and, unless it is None, the engine.
 
         Call it once the outputs have their rewards."""
-        metrics = self._group_metrics()
+        metrics = self.group_metrics()
         if self.sampled:
             metrics |= describe(self.sampled, data.by_unit(self.sampled))
         demonstrations = [output for output in self.outputs if "demonstration" in output.extra]
@@ -699,7 +699,7 @@ class Rollouts:
                 metrics[f"memory/{state}_{where}_gb"] = gb
         return metrics
 
-    def _group_metrics(self) -> dict:
+    def group_metrics(self) -> dict:
         """Returns metrics of the groups that are compared."""
         units = data.by_unit(self.compared)
         group_sizes = units.groups.unique(return_counts=True)[1]

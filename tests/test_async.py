@@ -399,10 +399,10 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     assert "rollout/staleness_max" not in metrics and "rollout/ratio" not in metrics
 
     rollouts = Rollouts(outputs, seconds=1.0, idle_s=[0.5])
-    assert rollouts.metrics(None)["rollout/singleton_groups"] == 1
+    assert rollouts.group_metrics()["rollout/singleton_groups"] == 1
     for reward, n_alike in ((1.0, 2), (0.0, 1)):
         outputs[0].reward = reward
-        assert rollouts.metrics(None)["rollout/zero_std_groups"] == n_alike
+        assert rollouts.group_metrics()["rollout/zero_std_groups"] == n_alike
 
 
 @pytest.mark.parametrize("flags, correction", [

@@ -203,7 +203,7 @@ def step_of(rollouts: Rollouts, **flags) -> tuple[dict, dict]:
     names = ("logprobs_old", "logprobs_ref", "values")
     batch, metrics = batch_with_rewards(rollouts.trained, args, **dict.fromkeys(names, made_up))
     batch["advantages"] = train.estimate_advantages(batch, rollouts, args)
-    return batch, metrics | rollouts.metrics(None) | batch_metrics(batch, 3, args)
+    return batch, metrics | rollouts.group_metrics() | batch_metrics(batch, 3, args)
 
 
 @pytest.mark.parametrize("estimator", OUR_ESTIMATORS)
