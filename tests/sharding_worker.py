@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 import data
 import rollout
 import train
-from flatrl import devices, models, processes, vllm_engine
+from flatrl import devices, processes, vllm_engine
+from flatrl.models import checkpoint_weights
 
 # Tokens in a micro-batch, of which some ranks need fillers; how losses are aggregated; flags.
 CASES = {
@@ -61,7 +62,7 @@ def n_whole(policy: train.Policy) -> int:
 
 def sync_and_look(engine: rollout.Engine, policy: train.Policy) -> dict:
     """What a sync does to engine and policy; is the engine then exactly the policy?"""
-    weights = models.checkpoint_weights(policy.model, policy.engine_dtype)
+    weights = checkpoint_weights(policy.model, policy.engine_dtype)
     most = max(n_whole(policy) for _ in weights)
     train.sync(engine, policy, 1)
     (parts,) = engine.llm.apply_model(vllm_engine.fused_parts)
