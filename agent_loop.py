@@ -300,7 +300,7 @@ class Trajectory:
         self.unit = ""
         self.group = ""
         self.assistant_turns = 0
-        self.user_turns = 0  # replies of users and of tools; max_user_turns counts only users'
+        self.user_turns = 0  # as in verl, replies of tools count; for max_user_turns they do not
         self.stop_id = None  # the stop token that ended the last assistant turn
         self.recent = None  # a Recent, which makes late turns fast
         self.tool_calls = []  # in the last assistant turn, not executed yet
@@ -592,7 +592,9 @@ class AgentLoopBase:
         return True
 
     def _fork_with(self, trajectory, template, messages, tools, images):
-        """Forks the trajectory: the new prompt is its history with messages, if they fit."""
+        """Forks the trajectory: the new prompt is its history with messages, if they fit.
+
+        observation_coef does not reach them, because they are part of a prompt."""
         chat = trajectory.messages + messages
         engine_ids = template.render(chat, tools, trajectory.trusted)
         ids = expand(engine_ids, [*trajectory.images, *images], self.processor)
@@ -604,8 +606,9 @@ class AgentLoopBase:
     async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
         """Samples one assistant turn, and appends its tokens and its message.
 
-        Returns its text without reasoning but with special tokens (see `_read_turn`), or None
-        if the turn did not end by itself (it was cut off, or had no room). Sets the stop reason.
+        Returns its text without reasoning but with special tokens (see `_read_turn`). Returns None
+        if the turn was cut off (its tokens and its message are there), or had no room (nothing was
+        sampled). Sets the stop reason.
 
         Raises ValueError if engine and processor expand an image to different numbers of
         tokens."""
@@ -658,7 +661,7 @@ class AgentLoopBase:
         opened = decode(before).rstrip().endswith(start)
         reasoning, text = split_reasoning(decode(ids), start, end, opened)
         if reasoning is not None:
-            # The tags may be special tokens, so these are dropped only now.
+            # The tags may be special tokens, so these are dropped only now. `decode` does that.
             for name, part in (("content", text), ("reasoning_content", reasoning)):
                 part_ids = _tokenise(self.tokenizer, part)
                 message[name] = decode(part_ids, skip_special_tokens=True)
@@ -881,7 +884,7 @@ class ToolAgentLoop(AgentLoopBase):
             })
         if not messages:
             messages.append({"role": "user", "content": request})
-        has_spoken = last["role"] == "assistant"
+        has_spoken = last["role"] == "assistant"  # otherwise no turn had room after a reply
         if has_spoken and not self.answer(trajectory, messages):
             return None
         text = await self.assistant_turn(trajectory, self.sampling_params)
@@ -914,8 +917,8 @@ class ToolAgentLoop(AgentLoopBase):
     def _split_calls(self, calls):
         """Returns (the calls that the turn's message shows, the number of the others).
 
-        A template that takes one call shows the first. Others show all: those beyond
-        max_parallel_calls as well, which get an error for a result."""
+        If only one call is executed, the message shows the first. Otherwise it shows all: those
+        beyond max_parallel_calls as well, which get an error for a result."""
         n = 1 if self._max_calls() == 1 else len(calls)
         return calls[:n], len(calls[n:])
 
@@ -1274,7 +1277,8 @@ def _json_hint(name: str, hint, types: list):
             "dict, tuple, Literal or an enum")
     keys = arguments[:1]
     if origin is dict and keys not in [(), (str,), (Any,)]:
-        types.append(tuple)  # JSON's keys are str: these are converted, as tuples are
+        # JSON's keys are str. `_known_hint` makes an adapter that converts them, as for a tuple.
+        types.append(tuple)
     if origin is Literal or not arguments:
         return hint
     container = Union if origin is UnionType else origin
@@ -1704,7 +1708,7 @@ async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
     finally:
         if task.cancel():  # False if it is done
             await asyncio.wait([task], timeout=seconds or None)
-    return await _contained(task)
+    return await _contained(task)  # again, because user code may have cancelled the task
 
 
 _IDLE_THREADS: list[queue.SimpleQueue] = []  # for each idle thread, the queue of its jobs
@@ -2069,14 +2073,15 @@ class ChatTemplate:
         Raises RewritesHistory if the template would now write the chat so far in another way, its
         stop token included: Qwen3 drops earlier reasoning, for example. Raises ValueError if the
         template writes nothing for `new`."""
+        history = messages
         if self.needs_only_recent:
-            messages = (recent or Recent(self.form_of)).update(messages)
-        n = len(messages)
+            history = (recent or Recent(self.form_of)).update(messages)
+        n = len(history)
 
-        def ids_of(chat, tools):
+        def ids_of(chat, tools):  # also called with an edited copy of the chat
             return self._suffix_ids(chat[:n], chat[n:], stop, tools)
 
-        chat = messages + new
+        chat = history + new
         structures = map(_structure, chat)
         form = json.dumps([n, stop, len(tools or ()), *structures])
         known = _cached(self.known_controls, 1024, form, set)
@@ -2112,7 +2117,8 @@ class ChatTemplate:
         differs."""
         for block in self.empty_thoughts:
             kept = block.sub("", before)
-            end = len(kept)  # of the same history in `after`, with the blocks that lie within it
+            # Where this history ends in `after`, with the blocks that lie within it.
+            end = len(kept)
             for match in block.finditer(after):
                 if match.start() < end:
                     end += len(match[0])
@@ -2218,11 +2224,12 @@ class ChatTemplate:
         reasoning = turn.get("reasoning_content", "")
         has_thought = reasoning or self.think_end in content
         opened, written = self._opened_and_written([PROBE_USER], turn)
-        # R1's prompt opens no thought after a tool's answer: the last characters tell.
+        # R1's prompt opens no thought after a tool's answer. The end of a tag tells.
         end_of_prompt = self.tokenizer.decode(prompt_ids[-END_OF_PROMPT:]).rstrip()
         if end_of_prompt and not end_of_prompt.endswith(opened[-9:]):
             opened = ""
         if opened and self.shows_reasoning and not has_thought:
+            # The template writes the whole thought, an empty one here, with both tags.
             thinking = turn | {"reasoning_content": "probe"}
             opened, written = self._opened_and_written([PROBE_USER], thinking)
             written = written.replace("probe", "", 1)
@@ -2232,9 +2239,10 @@ class ChatTemplate:
         is_left_out = not turn.get("tool_calls") and content not in written
         if is_left_out or (opened and has_thought):
             written = content
-        if opened:  # its last tag may also begin the turn
+        if opened:  # its last tag may also begin the turn, which follows the prompt
             written = written.removeprefix("<" + opened.rpartition("<")[2])
         if self.think_start in opened and self.think_end not in opened:
+            # The prompt opens the thought, so the turn only ends it.
             written = written.removeprefix(self.think_start)
             if self.think_end not in written:
                 written = f"{reasoning}{self.think_end}\n\n{written}"
@@ -2567,7 +2575,7 @@ class ChatTemplate:
             for chosen in chats:
                 chat, _ = _probe_chat([PROBE_USER, *itertools.chain(*chosen)])
                 chat[len(chat) // 3]["content"] += " and so on" * 100  # it may measure texts
-                n_new = len(chosen[-1]) - 1
+                n_new = len(chosen[-1]) - 1  # what answers the last turn
                 history, new = chat[:-n_new], chat[-n_new:]
                 part = Recent(self.form_of).update(history)
                 if self._suffix_or_error(history, new) != self._suffix_or_error(part, new):

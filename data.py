@@ -97,7 +97,7 @@ def load_task(
     spec = spec_from_file_location(name, file)
     need(spec, f"--task {path}: not a Python file (its name must end in .py)")
     module = module_from_spec(spec)
-    known = {*sys.modules} - {name}
+    known = {*sys.modules} - {name}  # an earlier load of this file may have left it
     sys.modules[name] = module  # dataclasses and pickle look the module up by name
     folder = file.resolve().parent
     if str(folder) not in sys.path:  # as in `python my_project/task.py`, after train.py's folder
@@ -218,7 +218,7 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
 
     def check_first_rows():
         check_tokenizer(tokenizer, chat_tokenizer, rows[numbers[0]], task, args)
-        if args.num_steps and args.imitation_steps != 0:
+        if args.num_steps and args.imitation_steps != 0:  # None: demonstrations in all steps
             check_demonstration(map(rows.__getitem__, numbers), chat_tokenizer, args)
 
     lengths = on_main(lengths_of_prompts)  # (rows checked,)
@@ -528,7 +528,10 @@ class Batch(dict):
 
     @property
     def shaped_rewards(self) -> N:
-        """The shaped reward of each unit: the sum of its token_rewards."""
+        """The reward of each unit that estimators get: the sum of its token_rewards.
+
+        These are the shaped terminal reward and the turn rewards, times --reward_coef, minus the KL
+        with --kl_in reward."""
         # Summed in float64: in float32 the sums of units with equal rewards may differ.
         return self.token_rewards.double().sum(1).float()
 
@@ -541,7 +544,7 @@ class Batch(dict):
     def mask_truncated(self):
         """Excludes units with a truncated output from the loss, and from the counts that divide it.
 
-        All rows of such a unit are excluded, not only the truncated one."""
+        All rows of such a unit are excluded. They still count in their groups' advantages."""
         index = self.units.unit_of_row  # (B,)
         is_truncated = torch.isin(index, index[self["truncated"]])
         for name in {"response_mask", "observation_mask"} & self.keys():
@@ -635,7 +638,8 @@ class EndToEnd:
         for row, unit in enumerate(batch.units.unit_of_row.tolist()):
             start = unit_ends[unit]
             if unit in previous_rows and _continues(batch, row, previous_rows[unit]):
-                start -= 1  # no empty place in the middle of a turn
+                # The width of the first token is 2. So it takes the place after the last one.
+                start -= 1
             output_starts.append(start)
             unit_ends[unit] = start + output_widths[row]
             previous_rows[unit] = row
@@ -988,7 +992,7 @@ def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
         if sizes[-1] > max_tokens and len(sizes) > 1:
             # Cut before the row of the second half that shares least with the row before it.
             # Backwards, so that `min` takes the last of equals.
-            middle = (start + end - 1) // 2
+            middle = (start + end - 1) // 2  # the next run begins at middle + 1 or later
             second_half = range(end - 1, middle, -1)
             end = min(second_half, key=whole.shared.__getitem__)
         positions = list(range(start, end))
@@ -1163,6 +1167,7 @@ def pack_rows(
     micro: MicroBatch,
     device,
     is_packed: bool = True,
+    top_k: int = 0,
 ) -> dict:
     """Returns the network's inputs for a micro-batch, and where to read the predictions.
 
@@ -1173,7 +1178,7 @@ def pack_rows(
     Returns a dict:
         inputs    of the model, see below
         images    for `Vision`: (token ids, PIL images, tokens shared) of each row, or []
-        top_k     how many of the likeliest ids a Policy gives for each token: batch["top_k"] or 0
+        top_k     how many of the likeliest ids a Policy gives for each token
         source, targets, prediction, at, shape
                   which tokens are predicted, and from where: see `_predictions`
 
@@ -1195,7 +1200,7 @@ def pack_rows(
     result = {
         "inputs": inputs,
         "images": _images_of_rows(batch, micro),
-        "top_k": batch.get("top_k", 0),
+        "top_k": top_k,
     }
     result |= _predictions(batch, micro, ids, places)
     return to_device(result, device)
@@ -1215,12 +1220,12 @@ def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
 
         source       (M,) places of the tokens whose hidden states predict
         targets      (M,) ids of the predicted tokens
-        prediction   (n,) the index among the M predictions of each sampled token
-        at           (row, column) of each sampled token in the (R, T) matrices, (n,) each
+        prediction   (n,) the index among the M predictions of each of the n tokens
+        at           (row, column) of each in the (R, T) matrices, (n,) each
         shape        (R, T)
 
-    With batch["top_ids"], (B, T, K), targets is (n, 1 + K): the token and K other ids. Then M = n,
-    because rows that agree may have other ids: their teachers may have been told different
+    With batch["ref_top_ids"], (B, T, K), targets is (n, 1 + K): the token and K other ids. Then
+    M = n, because rows that agree may have other ids: their teachers may have been told different
     hints."""
     mask = batch["response_mask"][micro.rows]
     for name in ("imitation_mask", "observation_mask"):
@@ -1230,8 +1235,8 @@ def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
     index = batch["prompt_lengths"][micro.rows][row] + column  # of the token in its sequence
     sources = places[row, index - 1]  # (n,)
     targets = ids[row, index]  # (n,)
-    if "top_ids" in batch:
-        top_ids = batch["top_ids"][micro.rows][row, column]  # (n, K)
+    if "ref_top_ids" in batch:
+        top_ids = batch["ref_top_ids"][micro.rows][row, column]  # (n, K)
         unique_sources = sources
         unique_targets = torch.cat([targets[:, None], top_ids], 1)
         prediction = torch.arange(len(row))

@@ -429,6 +429,7 @@ def gigpo_advantages(
 
     The caller adds the units' own advantages to the result. The paper adds them unweighted."""
     starts = turn_starts(mask)  # (N, S)
+    # Within a turn nothing is discounted, so the return at its first token is R_k.
     returns = reinforce_pp_advantages(rewards, mask, 1.0, turn_discount)[starts]  # (turns,)
     advantages = grpo_advantages(returns, states)
 
@@ -686,7 +687,7 @@ def _reinforce(logprobs, advantages):
 class _Correction(NamedTuple):
     ratio_of: str
     outside: str  # what happens outside the bounds
-    low: float  # the default bounds
+    low: float  # the default bounds; "truncate" ignores low
     high: float
 
 
@@ -1133,8 +1134,10 @@ def _block(hidden, weight, temperature, softcap, start, stop):
 
 def _compiled_on_gpu(function):
     """Compiles a function of a block for CUDA, where its steps become one kernel."""
-    # At the first call, because torch.compile imports torch._dynamo, which takes seconds.
-    compiled = cache(lambda: torch.compile(function, dynamic=True))
+    @cache
+    def compiled():
+        # At the first call, because torch.compile imports torch._dynamo, which takes seconds.
+        return torch.compile(function, dynamic=True)
 
     @wraps(function)
     def call(block, *more):
@@ -1153,7 +1156,7 @@ def _lse_and_entropy(logits):
 
 @_compiled_on_gpu
 def _grad_of_logprobs(logits, lse, sum_of_g):
-    """Returns -sum_y g_y p, for `_TokenLogprobs.backward`."""
+    """Returns -sum_y g_y p, for `_TokenLogprobs.backward`. sum_of_g: (P, 1)."""
     return (logits - lse[:, None]).exp_().mul_(-sum_of_g)
 
 
@@ -1232,6 +1235,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start, stop in ctx.blocks:
             z, block_weight = _block(hidden, weight, temperature, softcap, start, stop)
             inside, column = _in_block(targets, start, stop)
+            # z is softcap tanh(...) / temperature, so this is the tanh again.
             tanh = z * (temperature / softcap) if softcap else None
             if grad_entropy is None:
                 dz = _grad_of_logprobs(z, lse, sum_of_g)

@@ -177,7 +177,7 @@ class Engine:
         self.active = {}  # trajectory whose agent loop is running -> its tokens in the KV cache
         self.ended_trajectories = []  # trajectories that have ended since the last command
         self.poked = False  # whether a waiting `step` should return
-        # Only the background thread uses these.
+        # The background thread uses these. `sleep` clears last_calls when no trajectory is running.
         self.last_calls = {}  # trajectory -> the _Request of its last `generate`
         self.score_numbers = itertools.count()
         # Only the main thread uses these.
@@ -395,7 +395,7 @@ class Engine:
 
     @property
     def requests(self) -> list[_Request]:
-        """All unfinished requests that somebody awaits."""
+        """All unfinished requests that somebody awaits. Call it under the lock."""
         requests = (*self.inbox, *self.waiting, *self.running.values())
         return [request for request in requests if not request.is_given_up]
 
@@ -419,6 +419,7 @@ class Engine:
         started = time.perf_counter()
         with self.lock:
             self.lock.wait_for(lambda: self.poked or self._has_work(), timeout)
+            # After `poke` the caller checks first whether the batch is complete, then comes back.
             has_work = self._has_work() and not self.poked
             self.poked = False
             if has_work:
@@ -443,7 +444,8 @@ class Engine:
         if not waiting:
             return []
         fitting = []
-        # A share of the KV cache stays free, because requests still grow.
+        # A share of the KV cache stays free, because requests still grow. Tokens that are cached,
+        # and in use by no request, count as free here.
         room = free_tokens(self.core, KV_FULL)
         # The cached tokens of trajectories whose tools run are to stay.
         asking = {request.trajectory for request in (*waiting, *self.running.values())}
@@ -562,7 +564,7 @@ class Engine:
         self._stamp(request, len(token_ids))
         self.statistics += Counter(prompt_tokens=len(prompt_ids), cached_tokens=n_cached)
         with self.lock:
-            if request.trajectory in self.active:
+            if request.trajectory in self.active:  # what was cached is counted already
                 self.active[request.trajectory] += len(prompt_ids) - n_cached + len(token_ids)
         reason = completion.finish_reason
         if reason not in ("stop", "length"):
@@ -859,7 +861,8 @@ async def run_agent_loop(
     loop_class = agent_loop_class(row, context.task, args)
     loop = loop_class(session, context.tokenizer, context.processor, context.task, args)
 
-    # A copy, because the loop may change its parameters: add a stop, for example.
+    # A copy, because the loop may change its parameters: add a stop, for example. The stops of
+    # --sampling_args are not in it: the session adds them.
     sampling_params = copy_containers({**sampling, "stop_token_ids": engine.stop_token_ids})
     if sampling_params.get("ignore_eos"):
         sampling_params["stop_token_ids"] = []  # vLLM would still end there
@@ -876,8 +879,9 @@ async def run_agent_loop(
         session.engine = demonstration
         session.scorer = engine
 
-    # Tool and chat agents end at trajectory_timeout by themselves, and keep their tokens. Any other
-    # loop is cancelled after four more tool timeouts.
+    # Tool and chat agents end at trajectory_timeout by themselves, and keep their tokens. They may
+    # take four more tool timeouts: for a call under way, calc_reward, release and finalize. Then
+    # any loop is cancelled.
     patience = args.trajectory_timeout
     if patience:
         patience += 4 * args.tool_timeout
@@ -984,7 +988,8 @@ async def grade_rollout(context: Context, outputs: list[AgentLoopOutput], row: d
     """Computes the rewards of a rollout. Returns the fields REWARD_FIELDS of each output.
 
     outputs, row: copies, to which the reward function may write whatever it likes. Raises
-    whatever it raises, and ValueError for a result that can't be used."""
+    whatever it raises, CallTimeoutError after REWARD_TIMEOUT seconds, and ValueError for a result
+    that can't be used."""
     name = f"the reward of prompt {outputs[0].extra['prompt']}"
     await in_time(name, REWARD_TIMEOUT, set_rewards(context.task, outputs, row))
     if "states" in context.args.estimator_takes:
@@ -1156,7 +1161,8 @@ class Pool:
         self.limit = self.first  # prompts with smaller numbers may start
         self.limit_changed = asyncio.Event()
         self.free_slots = asyncio.Semaphore(self._slots())  # for rollouts
-        self.groups = {}  # prompt -> PromptGroup, on this rank
+        # prompt -> PromptGroup, on this rank. The main thread takes only those that have ended.
+        self.groups = {}
         self.n_without_signal = 0  # such groups in the batches so far, over all ranks
         self.printed = set()  # kinds of failures
         # Of this rank, for the next batch.
@@ -1393,6 +1399,7 @@ class Pool:
         there the time at which a group starts must not depend on the speed of others."""
         all_have_ended = self.first + n_ended == self.limit
         if self.replacements and (all_have_ended or not self.args.deterministic):
+            # Those that were not handed out yet, also of later batches.
             n_without_signal = self.store.add("no_signal", 0) - self.n_without_signal
             self._set_limit(capacity + min(n_without_signal, self.replacements))
 
@@ -1478,7 +1485,8 @@ class Pool:
     def next_prompt(self, steps_done: int) -> int:
         """Returns the prompt with which a run is resumed after steps_done steps.
 
-        A step that was interrupted after its rollout takes its batch again."""
+        A step that was interrupted after its rollout takes its batch again. Before the first
+        `rollout` both prompts are the same."""
         return self.first if steps_done > self.step else self.step_first
 
     def finish_running(self):

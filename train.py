@@ -75,7 +75,7 @@ def main(args: Args):
             score_batch(run, batch, step)  # logprobs_old, logprobs_ref and values, if needed
             batch, metrics = add_rewards(run, rollouts, batch)
             metrics["step"] = step + 1
-            if run.engine:
+            if run.engine:  # not with --replay, whose files have them
                 log.rollouts(f"step_{step + 1:06d}", rollouts.outputs, rollouts.errors)
             if args.rollout_only:
                 run.done = step + 1
@@ -187,8 +187,8 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
 
     Sets batch["logprobs_old"], batch["logprobs_ref"] and batch["values"], (B, T) each, and
     batch["entropy"] if the estimator asks for it. With --kl_kind topK it also sets (B, T, K)
-    batch["top_ids"], which the reference finds likeliest, and batch["top_logprobs"]. A step with
-    a single update may need no old logprobs: see `update_policy`."""
+    batch["ref_top_ids"], which the reference finds likeliest, and batch["ref_top_logprobs"]. A
+    step with a single update may need no old logprobs: see `update_policy`."""
     args = run.args
     run.clock.lap("batch")
     if args.rollout_only:  # nothing is trained
@@ -205,14 +205,13 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
         batch.update(scores)
         run.clock.lap("logprobs_old")
     if run.reference:
-        seen = batch.get("told", batch)  # with --hints, the teacher is told them
+        seen = batch.get("told", batch)  # with --hints, the same responses after prompts with hints
         names = ["logprobs"]
         if args.kl_top:
-            seen = seen | {"top_k": args.kl_top}  # which data.pack_rows hands to the Policy
             names += ["top_logprobs", "top_ids"]
-        scores = score_tokens(run.reference, seen, args, names)
+        scores = score_tokens(run.reference, seen, args, names, args.kl_top)
         batch["logprobs_ref"] = scores.pop("logprobs")
-        batch.update(scores)
+        batch.update({f"ref_{name}": values for name, values in scores.items()})
         run.clock.lap("logprobs_ref")
     if run.critic:
         batch.update(score_tokens(run.critic.net, batch, args, ["values"]))
@@ -221,11 +220,11 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
 
 @torch.no_grad()
 def score_tokens(
-    net: "Net", batch: dict, args: Args, names: Sequence[str] = ("logprobs",)
+    net: "Net", batch: dict, args: Args, names: Sequence[str] = ("logprobs",), top_k: int = 0
 ) -> dict[str, BT]:
     """Returns scores of all sampled tokens by name, as `Net.forward` does for a micro-batch.
 
-    Each rank scores a share, and gets the scores of all."""
+    Each rank scores a share, and gets the scores of all. top_k: see `data.pack_rows`."""
     mask = batch["response_mask"]
     micro_batches = data.micro_batches_of_this_rank(
         batch, range(len(mask)), args.tokens_per_micro_batch, net.is_packed
@@ -233,7 +232,7 @@ def score_tokens(
     # Scores stay on the device until all are computed, because reading them would wait for it.
     scores = {name: [] for name in names}  # of each micro-batch
     for micro in Bar(micro_batches, "scoring"):
-        scores_of_micro = net(net.pack(batch, micro))
+        scores_of_micro = net(net.pack(batch, micro, top_k))
         for name in names:
             scores[name].append(scores_of_micro[name])
     # Rows of other ranks are 0, so the sum over ranks has the scores of all.
@@ -245,7 +244,7 @@ def score_tokens(
 
 def scatter_to_rows(shape: tuple, micro_batches: list[data.MicroBatch], scores: list) -> BT:
     """Returns the scores of micro-batches as one tensor, (B, T) or (B, T, K), 0 in other rows."""
-    first = scores[0]
+    first = scores[0]  # every rank has a micro-batch, perhaps a filler
     sizes = (*shape, *first.shape[2:])
     result = torch.zeros(sizes, dtype=first.dtype)
     for micro, values in zip(micro_batches, scores):
@@ -312,9 +311,8 @@ def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, flo
 
 
 def greedy_baselines(rollouts: Rollouts, units: data.Units, args: Args) -> N:
-    """Returns the shaped reward of each unit's greedy rollout, (N,); NaN where there is none."""
+    """Returns the shaped reward (without KL) of each unit's greedy rollout, (N,); NaN without one."""
     greedy = data.by_unit(rollouts.greedy)
-    # As the sum of a unit's token_rewards, but without KL.
     rewards = args.reward_coef * (greedy.turn_rewards + shape_rewards(greedy, args))
     reward_of = dict(zip(greedy.groups.tolist(), rewards.tolist()))
     baselines = [reward_of.get(group, math.nan) for group in units.groups.tolist()]
@@ -356,14 +354,14 @@ def estimate_advantages(
     return layout.to_outputs(advantages)
 
 
-
 # ---------------------------------------------------------------- 4. update
 
 
 def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     """Trains policy and critic: epochs x mini-batches x packed micro-batches.
 
-    Sets batch["logprobs_old"] if `score_batch` has not. Returns metrics, means over updates."""
+    In the first --critic_warmup steps only the critic learns. Sets batch["unit_tokens"], and
+    batch["logprobs_old"] if `score_batch` has not. Returns metrics, means over updates."""
     args = run.args
     batch["unit_tokens"] = batch.count_unit_tokens()  # without what mask_truncated excluded
     prompts = batch.units.prompts[batch.units.unit_of_row]  # (B,)
@@ -393,7 +391,7 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     Sets batch["logprobs_old"] if `score_batch` has not. Returns metrics."""
     args = run.args
     names = ["response_mask", "unit_tokens", "advantages", "versions", "logprobs_rollout"]
-    optional = {"logprobs_ref", "top_logprobs", "imitation_mask", "observation_mask"}
+    optional = {"logprobs_ref", "ref_top_logprobs", "imitation_mask", "observation_mask"}
     names += sorted(optional & batch.keys())
     # With a single update, old and new logprobs are equal: policy_objective uses the new ones.
     if args.updates_per_step > 1:
@@ -422,15 +420,18 @@ def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAn
     """Returns the policy's loss per token, (b, T), and its stats.
 
     The loss is --policy_loss times the weights of --rollout_correction, minus the entropy bonus,
-    plus the KL to the reference. The ratio is to logprobs_old; if that is not among the columns, to
-    this forward pass, detached; with --rollout_correction bypass, always to the engine's."""
+    plus the KL to the reference. The ratio is that of this forward pass to
+        the engine's logprobs                with --rollout_correction bypass
+        logprobs_old                         if that is among the columns (several updates)
+        this forward pass itself, detached   otherwise: it is 1"""
     logprobs = scores["logprobs"]  # (b, T)
     entropy = scores["entropy"]  # (b, T)
     mask = columns["response_mask"]
     old = columns.get("logprobs_old", logprobs.detach())
+    logprobs_rollout = columns["logprobs_rollout"]
     kind, low, high = args.correction
-    ratio_to = columns["logprobs_rollout"] if kind == "bypass" else old
-    optional = {"logprobs_rollout", "logprobs_ref", "versions"} & columns.keys()
+    ratio_to = logprobs_rollout if kind == "bypass" else old
+    optional = {"logprobs_ref", "versions"} & columns.keys()
     loss, stats = losses.policy_loss(
         args.policy_loss,
         logprobs,
@@ -442,10 +443,11 @@ def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAn
         clip_c=args.clip_c or None,
         entropy=entropy,
         args=args,
+        logprobs_rollout=logprobs_rollout,
         **{name: columns[name] for name in optional},
     )
     # All 1 with none and bypass. metrics.batch_metrics logs the stats, for the whole batch.
-    weights, _ = losses.rollout_correction(kind, old, columns["logprobs_rollout"], mask, low, high)
+    weights, _ = losses.rollout_correction(kind, old, logprobs_rollout, mask, low, high)
     loss = loss * weights
     stats = {"pg_loss": loss.detach(), "entropy": entropy.detach(), **stats}
 
@@ -453,7 +455,7 @@ def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAn
         loss = loss - args.entropy_coef * entropy
     if args.kl_coef and args.kl_in == "loss":
         if "top_logprobs" in scores:  # (b, T, K)
-            kl = losses.top_kl(scores["top_logprobs"], columns["top_logprobs"])
+            kl = losses.top_kl(scores["top_logprobs"], columns["ref_top_logprobs"])
         else:
             kl = losses.kl_estimate(logprobs, columns["logprobs_ref"], args.kl_kind)
         loss = loss + args.kl_coef * kl
@@ -632,10 +634,10 @@ class Net(nn.Module):
         self.model = models.load_for_training(auto_class, args, attention)
         layers.prepare_layers(self.model, args.gradient_checkpointing)
 
-    def pack(self, batch: dict, micro: data.MicroBatch) -> dict:
+    def pack(self, batch: dict, micro: data.MicroBatch, top_k: int = 0) -> dict:
         """Packs a micro-batch for this network (`data.pack_rows`)."""
         device = next(self.parameters()).device
-        return data.pack_rows(batch, micro, device, self.is_packed)
+        return data.pack_rows(batch, micro, device, self.is_packed, top_k)
 
     def forward(self, packed: dict) -> dict[str, Tensor]:
         """Returns the scores of the sampled tokens of R rows, by name: (R, T) each, 0 elsewhere.
@@ -772,8 +774,7 @@ class Learner:
                 f"the gradient norm is {norm}: training stops here, before the weights are spoilt"
             )
         if not self.optimizer.state:
-            # Adam allocates its states now. Without this they would occupy blocks that torch has
-            # cached for activations.
+            # Adam's states are allocated now, and should not occupy blocks that held activations.
             torch.cuda.empty_cache()
         if has_tokens:
             self.optimizer.step()

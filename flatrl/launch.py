@@ -89,7 +89,7 @@ class Stream(io.TextIOWrapper):
 def forget_other_launchers():
     """Removes the launchers' variables that an earlier job or a shell has left behind.
 
-    These are the empty ones, and in a process that is alone all of them."""
+    Of LAUNCHER these are the empty ones, and in a process that is alone all. Of MPI all go."""
     is_alone = os.environ.get("WORLD_SIZE", "") in ("", "1")
     for name in LAUNCHER:
         if is_alone or not os.environ.get(name):

@@ -235,7 +235,8 @@ def _spread(name: str, x: Tensor) -> dict[str, float]:
 def disagreement(tokenizer, batch, version: int, difference: float, bound: float) -> str:
     """Returns an error message: the logprobs of engine and trainer differ by more than a bound.
 
-    It names the token where they differ most. batch: a data.Batch."""
+    Of the tokens that the weights `version` sampled, it names the one where they differ most.
+    difference: the mean, which exceeds bound. batch: a data.Batch."""
     differences, is_comparable = tokens_to_compare(batch, version)
     largest = differences.where(is_comparable, -1).argmax().item()
     row, position = divmod(largest, differences.shape[1])

@@ -95,7 +95,8 @@ def from_pretrained(auto_class: str, args, problem: str, **settings):
 
 
 def flag_of(args) -> str:
-    """Returns the flag that gives args.model, and its value. In a teacher's args it is another."""
+    """Returns the flag that gives args.model, and its value: --model, or --ref_model in the args of
+    a reference, whose model is args.ref_model."""
     name = "--ref_model" if args.model == args.ref_model else "--model"
     return f"{name} {args.model}"
 
@@ -292,8 +293,9 @@ def whole(tensor: Tensor) -> Tensor:
 def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) for a model's parameters and saved buffers, tied ones once.
 
-    A LoRA adapter is added to its weight, in a new tensor. The tensors of a sharded model are
-    gathered one at a time, in `dtype` (bfloat16 halves what is sent), by all ranks together."""
+    All ranks iterate together, and each gets every whole tensor. A LoRA adapter is added to its
+    weight, in a new tensor. A shard without an adapter is gathered in `dtype` (bfloat16 halves what
+    is sent). Any other tensor keeps its own dtype, and may be the parameter itself."""
     saved = model.state_dict()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in saved or ".lora_" in name:

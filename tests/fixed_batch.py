@@ -75,9 +75,10 @@ def gradients(
     policy, optimizer = learner.wrapped, torch.optim.SGD(learner.net.parameters(), lr=0.1)
     learner.optimizer = optimizer
     if args.kl_top:  # the teacher is the policy, and less sure
-        of_teacher = batch | {"top_k": args.kl_top}
-        batch |= train.score_tokens(learner.net, of_teacher, args, ["top_logprobs", "top_ids"])
-        batch["top_logprobs"] -= torch.rand(batch["top_logprobs"].shape, generator=generator)
+        names = ["top_logprobs", "top_ids"]
+        scores = train.score_tokens(learner.net, batch, args, names, args.kl_top)
+        batch |= {f"ref_{name}": values for name, values in scores.items()}
+        batch["ref_top_logprobs"] -= torch.rand(scores["top_ids"].shape, generator=generator)
     batch["logprobs_old"] = train.score_tokens(learner.net, batch, args)["logprobs"]
     batch["logprobs_old"] += 0.3 * torch.randn(shape, generator=generator)  # some are clipped
     batch["logprobs_rollout"] = batch["logprobs_old"] - torch.randn(shape, generator=generator)
@@ -92,7 +93,7 @@ def gradients(
     optimizer.zero_grad = keep_gradients
     names = ["response_mask", "unit_tokens", "advantages"]
     names += ["logprobs_old", "logprobs_rollout", "logprobs_ref"]
-    names += {"imitation_mask", "observation_mask", "top_logprobs"} & batch.keys()
+    names += {"imitation_mask", "observation_mask", "ref_top_logprobs"} & batch.keys()
     metrics, _ = train.optimise(
         learner,
         train.policy_objective,
@@ -108,7 +109,7 @@ def gradients(
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, after)
     assert all(torch.equal(ranks[0], other) for other in ranks), "the ranks' weights differ"
-    constants = ("logprobs_old", "logprobs_rollout", "top_logprobs", "top_ids")
+    constants = ("logprobs_old", "logprobs_rollout", "ref_top_logprobs", "ref_top_ids")
     constants = {name: batch.get(name) for name in constants}
     return {"gradients": kept, "metrics": metrics, **constants}
 
