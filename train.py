@@ -311,7 +311,7 @@ def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, flo
 
 
 def greedy_baselines(rollouts: Rollouts, units: data.Units, args: Args) -> N:
-    """Returns the shaped reward (without KL) of each unit's greedy rollout, (N,); NaN without one."""
+    """Returns the shaped reward, without KL, of each unit's greedy rollout, (N,); else NaN."""
     greedy = data.by_unit(rollouts.greedy)
     rewards = args.reward_coef * (greedy.turn_rewards + shape_rewards(greedy, args))
     reward_of = dict(zip(greedy.groups.tolist(), rewards.tolist()))
