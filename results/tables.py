@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, median
 
-from record import RESULTS, read_lines
+from record import RESULTS, read_lines, read_records
 
 REPO = RESULTS.parent
 PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -31,8 +31,8 @@ def table(function):
 class Run:
     """What is recorded of a run: its entry of record.json, and its lines of metrics.jsonl.
 
-    Of runs before 2026-11-26 some numbers are known and their metrics are not: these stand in
-    the record's "figures", by what they are, as "max rollout/logp_diff_max"."""
+    A training run has one line, a bench a line for each row. Of runs before 2026-11-26 some
+    numbers are known and their metrics are not: these stand in the record's "figures"."""
 
     def __init__(self, name: str, record: dict, lines: list[dict]):
         self.label = record.get("label", name)
@@ -41,29 +41,34 @@ class Run:
         self.lines = lines
 
     def values(self, metric: str) -> list[float]:
-        return [line[metric] for line in self.lines if metric in line]
+        column = self.lines[0].get(metric, [])
+        return [*column.values()] if isinstance(column, dict) else column
 
     def at(self, metric: str, *steps: int) -> list[str]:
         """Returns a metric after each step with three digits, "" where it was not recorded."""
-        known = {line["step"]: f"{line[metric]:.3f}" for line in self.lines if metric in line}
-        return [known.get(step, "") for step in steps]
+        known = {step: f"{x:.3f}" for step, x in self.lines[0].get(metric, {}).items()}
+        return [known.get(str(step), "") for step in steps]
 
-    def largest(self, metric: str) -> float:
-        return self.figures.get(f"max {metric}") or max(self.values(metric))
+    def last_rewards(self) -> float:
+        """Returns the mean reward of the last ten steps."""
+        return fmean(self.values("reward/mean")[-10:])
+
+    def typical(self, metric: str) -> float:
+        """Returns the median of a metric without the first step."""
+        return median(self.values(metric)[1:])
 
     def duration(self) -> str:
         """Returns the time that the command took."""
-        minutes, seconds = divmod(round(self.seconds), 60)
+        minutes, seconds = divmod(self.seconds, 60)
         return f"{minutes} min {seconds} s"
 
 
 def runs(figure: str, results: Path = RESULTS) -> dict[str, Run]:
     """Returns the runs of a figure by their names, in the order of record.json."""
-    records = json.loads((results / figure / "record.json").read_text())
     lines = read_lines(results / figure / "metrics.jsonl")
     return {
         name: Run(name, record, [line for line in lines if line["run"] == name])
-        for name, record in records.items()
+        for name, record in read_records(results / figure).items()
     }
 
 
@@ -80,13 +85,11 @@ def spread(middle: float, *ends: float, digits: int = 2) -> str:
 def quick_start():
     """The differences of logprobs are the largest of a run's steps."""
     steps = (0, 10, 20, 40)
-    kinds = ("max", "mean")
-    rewards = (f"eval, step {step}" for step in steps)
-    differences = (f"largest logp_diff_{kind}" for kind in kinds)
-    yield "seed", *rewards, *differences, "whole command"
+    differences = ("largest logp_diff_max", "largest logp_diff_mean")
+    yield "seed", *(f"eval, step {step}" for step in steps), *differences, "whole command"
     for run in runs("quick_start").values():
-        differences = [f"{run.largest(f'rollout/logp_diff_{kind}'):.1e}" for kind in kinds]
-        yield run.label, *run.at("eval/reward", *steps), *differences, run.duration()
+        largest = (f"{run.figures[name]:.1e}" for name in differences)
+        yield run.label, *run.at("eval/reward", *steps), *largest, run.duration()
 
 
 @table
@@ -109,16 +112,6 @@ def two_hops_imitation():
 
 
 @table
-def two_hops_trl():
-    yield "after the demonstrations", "held-out reward at first", "seconds", "steps", "then"
-    for name, run in runs("two_hops").items():
-        if "trl" in name:
-            first, last = run.lines
-            before, after = (f"{line['held_out']:.3f}" for line in run.lines)
-            yield run.label, before, str(last["seconds"]), str(last["step"] - first["step"]), after
-
-
-@table
 def maze():
     steps = (0, 6, 8, 12, 18, 24)
     yield "held-out reward after step", *map(str, steps)
@@ -128,7 +121,7 @@ def maze():
 
 @table
 def aged():
-    """A cell has a value for each seed. A run is one line, with a list for each metric."""
+    """A cell has a value for each seed."""
     corrections = {
         "icepop": "`icepop:0:5`",
         "bypass": "`bypass`",
@@ -136,19 +129,16 @@ def aged():
     }
     means = ("reward, all steps", "last ten steps")
     yield "task", "`--lr`", "age", "correction", *means, "largest `actor/grad_norm`"
-
-    def numbers(run: Run) -> Iterator[str]:
-        [line] = run.lines
-        yield f"{fmean(line['reward/mean']):.2f}"
-        yield f"{fmean(line['reward/mean'][-10:]):.2f}"
-        yield f"{max(line['actor/grad_norm']):.1f}"
-
     by_cell: dict[str, list[Run]] = {}
     for name, run in runs("aged").items():
         by_cell.setdefault(name.rpartition("_")[0], []).append(run)
     for cell, seeds in by_cell.items():
         *settings, correction = cell.split("_")
-        columns = zip(*map(numbers, seeds), strict=True)
+        columns = (
+            [f"{fmean(run.values('reward/mean')):.2f}" for run in seeds],
+            [f"{run.last_rewards():.2f}" for run in seeds],
+            [f"{max(run.values('actor/grad_norm')):.1f}" for run in seeds],
+        )
         yield *settings, corrections[correction], *(", ".join(column) for column in columns)
 
 
@@ -169,9 +159,9 @@ def distillation():
     yield "trajectories to 0.9, held-out reward in the end", "seed 0", "seed 1", "seed 2"
 
     def numbers(run: Run) -> str:
-        rewards = {line["step"]: line["eval/reward"] for line in run.lines if "eval/reward" in line}
-        reached = [step for step, reward in rewards.items() if reward >= 0.9]
-        trained = run.values("rollout/trajectories")  # in each step from the first
+        rewards = run.lines[0]["eval/reward"]
+        reached = [int(step) for step, reward in rewards.items() if reward >= 0.9]
+        trained = run.values("rollout/trajectories")
         n = f"{sum(trained[: reached[0]]):.0f}" if reached else "never"
         return f"{n}, {[*rewards.values()][-1]:.3f}"
 
@@ -199,8 +189,7 @@ def bisection():
     yield known["imitation"].label, sampled, *greedy, known["imitation"].duration()
     for seed in range(3):
         run = known[f"seed_{seed}"]
-        sampled = f"{fmean(run.values('reward/mean')[-10:]):.3f}"
-        yield run.label, sampled, *run.at("eval/reward", 100), run.duration()
+        yield run.label, f"{run.last_rewards():.3f}", *run.at("eval/reward", 100), run.duration()
     yield "halving what is left", "0.969", "0.969", ""
 
 
@@ -219,7 +208,7 @@ def gpu_steps():
     }
     yield "on one H100", *(run.label for run in steps)
     for name, (metric, digits) in rows.items():
-        yield name, *(f"{typical(run, metric):,.{digits}f}" for run in steps)
+        yield name, *(f"{run.typical(metric):,.{digits}f}" for run in steps)
 
 
 @table
@@ -228,7 +217,7 @@ def gpu():
     job = known["calculator"]
     yield "on one H100", "measured"
     first, *_, last = job.values("eval/reward")
-    seconds = f"{job.duration()}, {typical(job, 'timing/step_s'):.1f} s a step"
+    seconds = f"{job.duration()}, {job.typical('timing/step_s'):.1f} s a step"
     yield "the default job", f"held-out reward {first:.3f} -> {last:.3f} in {seconds}"
     for name in ("bench", "bench_1.5B_7B"):
         for line in known[name].lines:
@@ -241,11 +230,6 @@ def gpu():
         yield name, f"{line['step']:.1f} s: {parts}"
 
 
-def typical(run: Run, metric: str) -> float:
-    """Returns the median of a metric without the first step."""
-    return median(run.values(metric)[1:])
-
-
 @table
 def bisection_smollm2_gpu():
     """Sampled games of the last ten steps; those at temperature 0 at each evaluation."""
@@ -255,7 +239,7 @@ def bisection_smollm2_gpu():
     for seed in range(3):
         then = known[f"gpu_{seed}"]
         then.seconds += known[f"gpu_imitation_{seed}"].seconds
-        sampled = f"{fmean(then.values('reward/mean')[-10:]):.3f}"
+        sampled = f"{then.last_rewards():.3f}"
         yield f"seed {seed}", *then.at("eval/reward", *steps), sampled, then.duration()
 
 
@@ -341,14 +325,6 @@ def trl():
         for theirs in others:
             sides = theirs["side"], seconds(ours), seconds(theirs)
             yield run.label, *sides, spread(*theirs["ratio"])
-
-
-@table
-def tools():
-    yield "flatrl against", "how many times faster (min - max)"
-    for run in runs("tools").values():
-        for line in run.lines:
-            yield line["side"], spread(*line["ratio"])
 
 
 @table
