@@ -25,6 +25,7 @@ KEPT = (
     "rollout/kl",
     "rollout/logp_diff_max",
     "rollout/logp_diff_mean",
+    "rollout/ratio_max",
     "rollout/staleness_mean",
     "rollout/trajectories",
     "timing/step_s",

@@ -2,7 +2,6 @@
 
     python results/tables.py            # rewrites every table
     python results/tables.py --check    # exit code 1 if a table is not that of its records
-    python results/tables.py maze       # prints one
 
 A table stands between `<!-- results: NAME -->` and `<!-- end -->`. NAME is that of a function
 below; it yields the header of the table, then its rows.
@@ -450,19 +449,16 @@ def rewrite(text: str) -> str:
     return PLACE.sub(lambda found: found[1] + as_markdown(found[2]) + found[3], text)
 
 
-def main(words: list[str], pages: list[Path]) -> int:
-    """Rewrites the pages, checks them, or prints the tables that are named."""
-    if words and words != ["--check"]:
-        print("\n".join(as_markdown(name) for name in words))
-        return 0
+def main(pages: list[Path], only_check: bool = False) -> int:
+    """Rewrites the pages; returns 1 if they are only checked and one differs."""
     different = [page for page in pages if rewrite(page.read_text()) != page.read_text()]
     for page in different:
         print(f"{page.name}: a table differs from results/")
-        if not words:
+        if not only_check:
             page.write_text(rewrite(page.read_text()))
-    return int(bool(words and different))
+    return int(only_check and bool(different))
 
 
 if __name__ == "__main__":
     pages = [REPO / "README.md", REPO / "speedrun/README.md", *sorted((REPO / "docs").glob("*.md"))]
-    sys.exit(main(sys.argv[1:], pages))
+    sys.exit(main(pages, only_check=sys.argv[1:] == ["--check"]))
