@@ -29,13 +29,9 @@ CREDIT = {  # dashed: with a critic that no run has
 def correlations(game: str, estimator: str) -> dict[int, float]:
     """Returns an estimator's correlation with the true advantage, by turn."""
     lines = runs("credit")["turns"].lines
-    return {
-        line["turn"]: line["correlation"]
-        for line in lines
-        if (line["game"], line["estimator"]) == (game, estimator)
-        and 1 <= line["turn"] <= 5
-        and line["truth"]
-    }
+    [line] = [each for each in lines if (each["game"], each["estimator"]) == (game, estimator)]
+    turns = range(1, 6)  # 0 is all turns together
+    return {turn: line["correlation"][turn] for turn in turns if line["truth"][turn]}
 
 
 def credit(target: Path) -> None:

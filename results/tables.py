@@ -370,24 +370,22 @@ def credit(game: str) -> Iterator[tuple]:
     """Yields correlation, bias and noise by turn. A bias that may be chance is "<" its limit.
 
     Estimators that differ in scale only, and so have the same cells, share a row."""
-    known: dict[str, list[dict]] = {}  # of an estimator: a line for each turn, 0 for all turns
-    for line in runs("credit")["turns"].lines:
-        if line["game"] == game and line["turn"] <= 5:
-            known.setdefault(line["estimator"], []).append(line)
-    of_turns = known["grpo"]
-    yield "", "all turns", *(f"turn {line['turn']}" for line in of_turns[1:])
-    yield "true advantage", *(f"{line['truth']:.2f}" for line in of_turns)
+    lines = [line for line in runs("credit")["turns"].lines if line["game"] == game]
+    truth = lines[0]["truth"][:6]  # of all turns, then of each
+    yield "", "all turns", *(f"turn {turn}" for turn in range(1, len(truth)))
+    yield "true advantage", *(f"{size:.2f}" for size in truth)
 
-    def cell(line: dict) -> str:
-        if not line["truth"]:
+    def cell(line: dict, turn: int) -> str:
+        if not line["truth"][turn]:
             return "-"
-        limit = max(line["bias_limit"], 0.01)
-        bias = f"{line['bias']:.2f}" if line["bias"] > limit else f"<{limit:.2f}"
-        return f"{line['correlation']:.2f}, {bias}, {line['noise']:.2f}"
+        bias, limit = line["bias"][turn], max(line["bias_limit"][turn], 0.01)
+        bias = f"{bias:.2f}" if bias > limit else f"<{limit:.2f}"
+        return f"{line['correlation'][turn]:.2f}, {bias}, {line['noise'][turn]:.2f}"
 
     names: dict[tuple, list[str]] = {}
-    for name, lines in known.items():
-        names.setdefault(tuple(map(cell, lines)), []).append(name)
+    for line in lines:
+        cells = tuple(cell(line, turn) for turn in range(len(truth)))
+        names.setdefault(cells, []).append(line["estimator"])
     for cells, equal in names.items():
         yield ", ".join(equal), *cells
 
