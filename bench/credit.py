@@ -216,7 +216,7 @@ def compare(columns: torch.Tensor) -> dict[str, float]:
 
 
 def measure(game, chosen: dict, options) -> Iterator[dict]:
-    """Yields a row for each estimator and turn, and as turn 0 for all turns together."""
+    """Yields a row for each estimator, with numbers for all turns together, then for each."""
     facts = []  # of each turn of all rounds
     estimates: dict = {name: [] for name in chosen}
     ids: dict = {}  # of states and of pairs
@@ -236,9 +236,9 @@ def measure(game, chosen: dict, options) -> Iterator[dict]:
         found = torch.cat(estimates[name])
         found *= truth.square().sum() / (found * truth).sum()  # now its slope on the truth is 1
         columns = torch.cat([found[None], known])
-        for turn in range(int(number.max()) + 1):
-            some = columns[:, number == turn] if turn else columns
-            yield {"estimator": name, "turn": turn} | compare(some)
+        turns = [columns[:, number == turn] for turn in range(1, int(number.max()) + 1)]
+        compared = [compare(some) for some in (columns, *turns)]
+        yield {"estimator": name} | {key: [each[key] for each in compared] for key in compared[0]}
 
 
 def main() -> None:
@@ -255,7 +255,7 @@ def main() -> None:
     for title, game in GAMES.items():
         for row in measure(game, chosen, options):
             rows.append({"game": title} | row)
-            print(*(f"{name} {number:<10}" for name, number in rows[-1].items()))
+            print(*(f"{name} {value}" for name, value in rows[-1].items()), sep="\n  ")
     common.write_rows(options.out, rows)
 
 

@@ -243,7 +243,7 @@ def measure(options: argparse.Namespace, size: str) -> list[Row]:
 
 def main() -> None:
     """Measures each size, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = common.make_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--sizes", nargs="+", default=[])
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
@@ -266,7 +266,9 @@ def main() -> None:
             table += [(size, *row) for row in measure(options, size)]
     is_cuda = options.device == "cuda"
     print(torch.cuda.get_device_name() if is_cuda else "a CPU: the figures mean nothing")
-    print("\n| shape | section | what | measured |\n| --- | --- | --- | --- |")
+    columns = ("shape", "section", "what", "measured")
+    common.write_rows(options.out, [dict(zip(columns, row)) for row in table])
+    print(f"\n| {' | '.join(columns)} |\n| --- | --- | --- | --- |")
     for row in table:
         print(f"| {' | '.join(row)} |")
     sys.exit(any("FAILED" in row for row in table))

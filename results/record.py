@@ -3,7 +3,7 @@
     python results/record.py quick_start/seed_0 -- python train.py --seed 0
 
 Recording a run again replaces it, except for its label: what a table calls the run. A training run
-leaves the metrics in KEPT, a bench its rows.
+leaves one line with the metrics in KEPT, a bench its rows.
 """
 
 import datetime
@@ -18,17 +18,25 @@ import time
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent
-KEPT = (  # of the metrics of a training run, those that begin like this
-    "step",
+KEPT = (
     "eval/reward",
     "reward/mean",
-    "batch/",
-    "rollout/logp_diff",
+    "actor/grad_norm",
+    "rollout/kl",
+    "rollout/logp_diff_max",
+    "rollout/logp_diff_mean",
+    "rollout/ratio_max",
     "rollout/staleness_mean",
     "rollout/trajectories",
     "timing/step_s",
-    "actor/observation_loss",
+    "timing/rollout_s",
+    "timing/train_s",
+    "timing/sync_s",
+    "throughput/tokens_per_s",
+    "memory/before_sleep_device_gb",
+    "memory/asleep_device_gb",
 )
+SHARED = "all runs"  # the entry of what is equal in all
 
 
 def read_lines(file: Path) -> list[dict]:
@@ -38,10 +46,41 @@ def read_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def thin(row: dict) -> dict:
-    """Returns the metrics in KEPT, with four digits."""
-    kept = {name: value for name, value in row.items() if name.startswith(KEPT)}
-    return kept | {name: float(f"{x:.4g}") for name, x in kept.items() if name != "step"}
+def read_records(figure: Path) -> dict[str, dict]:
+    """Returns the entries of a figure's record.json by run; none if it does not exist."""
+    file = figure / "record.json"
+    records = json.loads(file.read_text()) if file.exists() else {}
+    shared = records.pop(SHARED, {})
+    return {run: record | shared for run, record in records.items()}
+
+
+def write_records(figure: Path, records: dict[str, dict]) -> None:
+    """Writes record.json, an entry a line. What several runs share is written once."""
+    first, *others = records.values()
+    shared = first.items() if others else ()
+    shared = {key: x for key, x in shared if all(other.get(key) == x for other in others)}
+    entries = {SHARED: shared} if shared else {}
+    for run, record in records.items():
+        entries[run] = {key: x for key, x in record.items() if key not in shared}
+    write_entries(figure / "record.json", entries)
+
+
+def write_entries(file: Path, entries: dict) -> None:
+    """Writes a JSON object, an entry a line."""
+    lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items()]
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def as_columns(rows: list[dict]) -> dict[str, list | dict]:
+    """Returns the metrics in KEPT with four digits, by name: the values of steps 1, 2, ..., or
+    {step: value} where some steps have none, or step 0 has one."""
+    columns = {}
+    for name in KEPT:
+        known = {row["step"]: float(f"{row[name]:.4g}") for row in rows if name in row}
+        if known:
+            is_whole = [*known] == [*range(1, len(known) + 1)]
+            columns[name] = [*known.values()] if is_whole else known
+    return columns
 
 
 def measure(command: list[str]) -> list[dict]:
@@ -52,7 +91,7 @@ def measure(command: list[str]) -> list[dict]:
                 command = [*command, "--output_dir", f"{folder}/run"]
             subprocess.run(command, check=True)
             run = command[command.index("--output_dir") + 1]
-            return [thin(row) for row in read_lines(Path(run, "metrics.jsonl"))]
+            return [as_columns(read_lines(Path(run, "metrics.jsonl")))]
         subprocess.run([*command, "--out", f"{folder}/rows.jsonl"], check=True)
         return read_lines(Path(folder, "rows.jsonl"))
 
@@ -71,15 +110,15 @@ def main(name: str, command: list[str], results: Path = RESULTS) -> None:
         "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.platform()}",
         "seconds": round(time.perf_counter() - started),
     }
-    (folder := results / figure).mkdir(parents=True, exist_ok=True)
-    records = folder / "record.json"
-    known = json.loads(records.read_text()) if records.exists() else {}
+    folder = results / figure
+    folder.mkdir(parents=True, exist_ok=True)
+    known = read_records(folder)
     if "label" in known.get(run, {}):
         record = {"label": known[run]["label"], **record}
-    records.write_text(json.dumps(known | {run: record}, indent=2) + "\n")
-    others = [line for line in read_lines(folder / "metrics.jsonl") if line["run"] != run]
-    text = "\n".join(map(json.dumps, others + lines))
-    (folder / "metrics.jsonl").write_text(text + "\n")
+    write_records(folder, known | {run: record})
+    metrics = folder / "metrics.jsonl"
+    others = [line for line in read_lines(metrics) if line["run"] != run]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in others + lines))
 
 
 if __name__ == "__main__":

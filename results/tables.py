@@ -2,7 +2,6 @@
 
     python results/tables.py            # rewrites every table
     python results/tables.py --check    # exit code 1 if a table is not that of its records
-    python results/tables.py maze       # prints one
 
 A table stands between `<!-- results: NAME -->` and `<!-- end -->`. NAME is that of a function
 below; it yields the header of the table, then its rows.
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, median
 
-from record import RESULTS, read_lines
+from record import RESULTS, read_lines, read_records
 
 REPO = RESULTS.parent
 PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -31,8 +30,8 @@ def table(function):
 class Run:
     """What is recorded of a run: its entry of record.json, and its lines of metrics.jsonl.
 
-    Of runs before 2026-11-26 some numbers are known and their metrics are not: these stand in
-    the record's "figures", by what they are, as "max rollout/logp_diff_max"."""
+    A training run has one line, a bench a line for each row. Of runs before 2026-11-26 some
+    numbers are known and their metrics are not: these stand in the record's "figures"."""
 
     def __init__(self, name: str, record: dict, lines: list[dict]):
         self.label = record.get("label", name)
@@ -41,29 +40,34 @@ class Run:
         self.lines = lines
 
     def values(self, metric: str) -> list[float]:
-        return [line[metric] for line in self.lines if metric in line]
+        column = self.lines[0].get(metric, [])
+        return [*column.values()] if isinstance(column, dict) else column
 
     def at(self, metric: str, *steps: int) -> list[str]:
         """Returns a metric after each step with three digits, "" where it was not recorded."""
-        known = {line["step"]: f"{line[metric]:.3f}" for line in self.lines if metric in line}
-        return [known.get(step, "") for step in steps]
+        known = {step: f"{x:.3f}" for step, x in self.lines[0].get(metric, {}).items()}
+        return [known.get(str(step), "") for step in steps]
 
-    def largest(self, metric: str) -> float:
-        return self.figures.get(f"max {metric}") or max(self.values(metric))
+    def last_rewards(self) -> float:
+        """Returns the mean reward of the last ten steps."""
+        return fmean(self.values("reward/mean")[-10:])
+
+    def typical(self, metric: str) -> float:
+        """Returns the median of a metric without the first step."""
+        return median(self.values(metric)[1:])
 
     def duration(self) -> str:
         """Returns the time that the command took."""
-        minutes, seconds = divmod(round(self.seconds), 60)
+        minutes, seconds = divmod(self.seconds, 60)
         return f"{minutes} min {seconds} s"
 
 
 def runs(figure: str, results: Path = RESULTS) -> dict[str, Run]:
     """Returns the runs of a figure by their names, in the order of record.json."""
-    records = json.loads((results / figure / "record.json").read_text())
     lines = read_lines(results / figure / "metrics.jsonl")
     return {
         name: Run(name, record, [line for line in lines if line["run"] == name])
-        for name, record in records.items()
+        for name, record in read_records(results / figure).items()
     }
 
 
@@ -80,13 +84,11 @@ def spread(middle: float, *ends: float, digits: int = 2) -> str:
 def quick_start():
     """The differences of logprobs are the largest of a run's steps."""
     steps = (0, 10, 20, 40)
-    kinds = ("max", "mean")
-    rewards = (f"eval, step {step}" for step in steps)
-    differences = (f"largest logp_diff_{kind}" for kind in kinds)
-    yield "seed", *rewards, *differences, "whole command"
+    differences = ("largest logp_diff_max", "largest logp_diff_mean")
+    yield "seed", *(f"eval, step {step}" for step in steps), *differences, "whole command"
     for run in runs("quick_start").values():
-        differences = [f"{run.largest(f'rollout/logp_diff_{kind}'):.1e}" for kind in kinds]
-        yield run.label, *run.at("eval/reward", *steps), *differences, run.duration()
+        largest = (f"{run.figures[name]:.1e}" for name in differences)
+        yield run.label, *run.at("eval/reward", *steps), *largest, run.duration()
 
 
 @table
@@ -109,16 +111,6 @@ def two_hops_imitation():
 
 
 @table
-def two_hops_trl():
-    yield "after the demonstrations", "held-out reward at first", "seconds", "steps", "then"
-    for name, run in runs("two_hops").items():
-        if "trl" in name:
-            first, last = run.lines
-            before, after = (f"{line['held_out']:.3f}" for line in run.lines)
-            yield run.label, before, str(last["seconds"]), str(last["step"] - first["step"]), after
-
-
-@table
 def maze():
     steps = (0, 6, 8, 12, 18, 24)
     yield "held-out reward after step", *map(str, steps)
@@ -128,7 +120,7 @@ def maze():
 
 @table
 def aged():
-    """A cell has a value for each seed. A run is one line, with a list for each metric."""
+    """A cell has a value for each seed."""
     corrections = {
         "icepop": "`icepop:0:5`",
         "bypass": "`bypass`",
@@ -136,19 +128,16 @@ def aged():
     }
     means = ("reward, all steps", "last ten steps")
     yield "task", "`--lr`", "age", "correction", *means, "largest `actor/grad_norm`"
-
-    def numbers(run: Run) -> Iterator[str]:
-        [line] = run.lines
-        yield f"{fmean(line['reward/mean']):.2f}"
-        yield f"{fmean(line['reward/mean'][-10:]):.2f}"
-        yield f"{max(line['actor/grad_norm']):.1f}"
-
     by_cell: dict[str, list[Run]] = {}
     for name, run in runs("aged").items():
         by_cell.setdefault(name.rpartition("_")[0], []).append(run)
     for cell, seeds in by_cell.items():
         *settings, correction = cell.split("_")
-        columns = zip(*map(numbers, seeds), strict=True)
+        columns = (
+            [f"{fmean(run.values('reward/mean')):.2f}" for run in seeds],
+            [f"{run.last_rewards():.2f}" for run in seeds],
+            [f"{max(run.values('actor/grad_norm')):.1f}" for run in seeds],
+        )
         yield *settings, corrections[correction], *(", ".join(column) for column in columns)
 
 
@@ -169,9 +158,9 @@ def distillation():
     yield "trajectories to 0.9, held-out reward in the end", "seed 0", "seed 1", "seed 2"
 
     def numbers(run: Run) -> str:
-        rewards = {line["step"]: line["eval/reward"] for line in run.lines if "eval/reward" in line}
-        reached = [step for step, reward in rewards.items() if reward >= 0.9]
-        trained = run.values("rollout/trajectories")  # in each step from the first
+        rewards = run.lines[0]["eval/reward"]
+        reached = [int(step) for step, reward in rewards.items() if reward >= 0.9]
+        trained = run.values("rollout/trajectories")
         n = f"{sum(trained[: reached[0]]):.0f}" if reached else "never"
         return f"{n}, {[*rewards.values()][-1]:.3f}"
 
@@ -199,8 +188,7 @@ def bisection():
     yield known["imitation"].label, sampled, *greedy, known["imitation"].duration()
     for seed in range(3):
         run = known[f"seed_{seed}"]
-        sampled = f"{fmean(run.values('reward/mean')[-10:]):.3f}"
-        yield run.label, sampled, *run.at("eval/reward", 100), run.duration()
+        yield run.label, f"{run.last_rewards():.3f}", *run.at("eval/reward", 100), run.duration()
     yield "halving what is left", "0.969", "0.969", ""
 
 
@@ -219,7 +207,7 @@ def gpu_steps():
     }
     yield "on one H100", *(run.label for run in steps)
     for name, (metric, digits) in rows.items():
-        yield name, *(f"{typical(run, metric):,.{digits}f}" for run in steps)
+        yield name, *(f"{run.typical(metric):,.{digits}f}" for run in steps)
 
 
 @table
@@ -228,7 +216,7 @@ def gpu():
     job = known["calculator"]
     yield "on one H100", "measured"
     first, *_, last = job.values("eval/reward")
-    seconds = f"{job.duration()}, {typical(job, 'timing/step_s'):.1f} s a step"
+    seconds = f"{job.duration()}, {job.typical('timing/step_s'):.1f} s a step"
     yield "the default job", f"held-out reward {first:.3f} -> {last:.3f} in {seconds}"
     for name in ("bench", "bench_1.5B_7B"):
         for line in known[name].lines:
@@ -241,11 +229,6 @@ def gpu():
         yield name, f"{line['step']:.1f} s: {parts}"
 
 
-def typical(run: Run, metric: str) -> float:
-    """Returns the median of a metric without the first step."""
-    return median(run.values(metric)[1:])
-
-
 @table
 def bisection_smollm2_gpu():
     """Sampled games of the last ten steps; those at temperature 0 at each evaluation."""
@@ -255,7 +238,7 @@ def bisection_smollm2_gpu():
     for seed in range(3):
         then = known[f"gpu_{seed}"]
         then.seconds += known[f"gpu_imitation_{seed}"].seconds
-        sampled = f"{fmean(then.values('reward/mean')[-10:]):.3f}"
+        sampled = f"{then.last_rewards():.3f}"
         yield f"seed {seed}", *then.at("eval/reward", *steps), sampled, then.duration()
 
 
@@ -344,14 +327,6 @@ def trl():
 
 
 @table
-def tools():
-    yield "flatrl against", "how many times faster (min - max)"
-    for run in runs("tools").values():
-        for line in run.lines:
-            yield line["side"], spread(*line["ratio"])
-
-
-@table
 def horizon():
     turns = (2, 10, 50, 100, 200)
     yield "CPU ms of turn", *map(str, turns), "200 in TRL", "in verl"
@@ -395,24 +370,22 @@ def credit(game: str) -> Iterator[tuple]:
     """Yields correlation, bias and noise by turn. A bias that may be chance is "<" its limit.
 
     Estimators that differ in scale only, and so have the same cells, share a row."""
-    known: dict[str, list[dict]] = {}  # of an estimator: a line for each turn, 0 for all turns
-    for line in runs("credit")["turns"].lines:
-        if line["game"] == game and line["turn"] <= 5:
-            known.setdefault(line["estimator"], []).append(line)
-    of_turns = known["grpo"]
-    yield "", "all turns", *(f"turn {line['turn']}" for line in of_turns[1:])
-    yield "true advantage", *(f"{line['truth']:.2f}" for line in of_turns)
+    lines = [line for line in runs("credit")["turns"].lines if line["game"] == game]
+    truth = lines[0]["truth"][:6]  # of all turns, then of each
+    yield "", "all turns", *(f"turn {turn}" for turn in range(1, len(truth)))
+    yield "true advantage", *(f"{size:.2f}" for size in truth)
 
-    def cell(line: dict) -> str:
-        if not line["truth"]:
+    def cell(line: dict, turn: int) -> str:
+        if not line["truth"][turn]:
             return "-"
-        limit = max(line["bias_limit"], 0.01)
-        bias = f"{line['bias']:.2f}" if line["bias"] > limit else f"<{limit:.2f}"
-        return f"{line['correlation']:.2f}, {bias}, {line['noise']:.2f}"
+        bias, limit = line["bias"][turn], max(line["bias_limit"][turn], 0.01)
+        bias = f"{bias:.2f}" if bias > limit else f"<{limit:.2f}"
+        return f"{line['correlation'][turn]:.2f}, {bias}, {line['noise'][turn]:.2f}"
 
     names: dict[tuple, list[str]] = {}
-    for name, lines in known.items():
-        names.setdefault(tuple(map(cell, lines)), []).append(name)
+    for line in lines:
+        cells = tuple(cell(line, turn) for turn in range(len(truth)))
+        names.setdefault(cells, []).append(line["estimator"])
     for cells, equal in names.items():
         yield ", ".join(equal), *cells
 
@@ -474,19 +447,16 @@ def rewrite(text: str) -> str:
     return PLACE.sub(lambda found: found[1] + as_markdown(found[2]) + found[3], text)
 
 
-def main(words: list[str], pages: list[Path]) -> int:
-    """Rewrites the pages, checks them, or prints the tables that are named."""
-    if words and words != ["--check"]:
-        print("\n".join(as_markdown(name) for name in words))
-        return 0
+def main(pages: list[Path], only_check: bool = False) -> int:
+    """Rewrites the pages; returns 1 if they are only checked and one differs."""
     different = [page for page in pages if rewrite(page.read_text()) != page.read_text()]
     for page in different:
         print(f"{page.name}: a table differs from results/")
-        if not words:
+        if not only_check:
             page.write_text(rewrite(page.read_text()))
-    return int(bool(words and different))
+    return int(only_check and bool(different))
 
 
 if __name__ == "__main__":
     pages = [REPO / "README.md", REPO / "speedrun/README.md", *sorted((REPO / "docs").glob("*.md"))]
-    sys.exit(main(sys.argv[1:], pages))
+    sys.exit(main(pages, only_check=sys.argv[1:] == ["--check"]))

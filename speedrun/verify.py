@@ -23,6 +23,7 @@ sys.path.append(str(REPO))
 from agent_loop import BadInput  # noqa: E402
 from flatrl.bad_input import need, refusing  # noqa: E402
 from flatrl.files import logged  # noqa: E402
+from results.record import write_entries  # noqa: E402
 
 GOAL = 0.9
 SEED = 0
@@ -89,7 +90,7 @@ def verify(file: Path) -> list[str]:
             problems.append(f"seed {seed}: other digits than in {file.name}")
     if not runs and not problems:
         record |= {"machine": machine, "runs": measured}
-        file.write_text(json.dumps(record, indent=2) + "\n")
+        write_entries(file, record)
     return problems
 
 

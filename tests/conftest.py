@@ -232,35 +232,6 @@ def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
     return stepped(engine, background, *calls, return_exceptions=True)
 
 
-class Picture:
-    """Stands in for a figure and its axes; savefig writes the points of every curve as JSON."""
-
-    def __init__(self):
-        self.curves = []
-
-    def __getattr__(self, name):
-        return lambda *args, **options: None
-
-    def plot(self, xs, ys, **style) -> None:
-        self.curves.append(list(zip(xs, ys, strict=True)))
-
-    def savefig(self, target, dpi) -> None:
-        Path(target).write_text(json.dumps(self.curves))
-
-
-@pytest.fixture
-def pictures(monkeypatch):
-    """A matplotlib of Pictures, because the real one need not be installed."""
-
-    def subplots(*shape, figsize) -> tuple:
-        picture = Picture()
-        return picture, [picture, picture] if shape else picture
-
-    pyplot = types.SimpleNamespace(subplots=subplots)
-    monkeypatch.setitem(sys.modules, "matplotlib", types.SimpleNamespace(pyplot=pyplot))
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
-
-
 def clean_env() -> dict[str, str]:
     """Returns this process's environment without the variables that its own engine needed.
 

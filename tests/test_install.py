@@ -41,7 +41,11 @@ CPU = [
     "install --no-compile -r requirements-cpu.txt",
     "uninstall -y torchvision torchaudio torchcodec",
 ]
-PHASES = [f"installing {TORCH}", "installing vLLM and the rest: requirements-cpu.txt", "compiling"]
+PHASES = [
+    f"install.sh: installing {TORCH}",
+    "install.sh: installing vLLM and the rest: requirements-cpu.txt",
+    "install.sh: compiling",
+]
 CPU_TEST = [call.replace("-cpu.txt", "-cpu.txt -r requirements-test.txt") for call in CPU]
 
 
@@ -136,9 +140,7 @@ def test_torch_comes_from_the_cpu_index_where_pip_has_none(machine):
     code, printed, errors = machine.run(SOURCE, FAIL=f"--no-deps {TORCH}", SLOW="0.5")
     assert code == 0 and errors == ""
     assert any(re.fullmatch("install.sh: [01] s: Collecting six", line) for line in printed)
-    assert not any(re.search("WARNING|━|notice", line) for line in printed)
-    phases = [f"install.sh: {name} ({n} of 3)" for n, name in enumerate(PHASES, 1)]
-    assert [line for line in printed if line.endswith(" of 3)")] == phases
+    assert [line for line in printed if line in PHASES] == PHASES
     index = f"install --no-compile --no-deps --index-url {INDEX} --retries 1 --timeout 30 {TORCH}"
     assert machine.calls() == [CPU[0], index, *CPU[1:]]
 

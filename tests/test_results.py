@@ -10,25 +10,22 @@ from conftest import REPO
 from agent_loop import BadInput
 
 sys.path += [str(REPO / "results"), str(REPO / "speedrun")]
-import bisection_curve
-import credit_curve
-import curve
+import pictures
 import record
 import tables
-from bisection_curve import FOUND, GONE, LEFT
+from pictures import FOUND, GUESSED, LEFT
 from verify import verify
 
 LINES = [
-    {"run": "seed_0", "step": 0, "eval/reward": 0.5},
-    {"run": "seed_0", "step": 1, "loss": 3.0},
-    {"run": "seed_0", "step": 2, "loss": 2.0, "eval/reward": 0.9},
-    {"run": "seed_1", "step": 0, "eval/reward": 0.25},
+    {"run": "seed_0", "eval/reward": {"0": 0.5, "2": 0.9}, "reward/mean": [9.0, 9.0] + [0.5] * 10},
+    {"run": "seed_1", "eval/reward": {"0": 0.25}, "reward/mean": {"1": 0.5, "9": 0.75}},
 ]
+RECORDS = {"seed_0": {"seconds": 125}, "seed_1": {"label": "1", "figures": {"loss": 4.0}}}
 PAGE = "before\n<!-- results: mine -->\nold\n<!-- end -->\nafter\n"
-TABLE = """| seed | before | after | loss | time |
-| --- | --- | --- | --- | --- |
-| seed_0 | 0.500 | 0.900 | 3.0 | 2 min 5 s |
-| 1 | 0.250 |  | 4.0 | 0 min 0 s |
+TABLE = """| seed | before | after | rewards | loss | time |
+| --- | --- | --- | --- | --- | --- |
+| seed_0 | 0.500 | 0.900 | 0.5, 0.5 |  | 2 min 5 s |
+| 1 | 0.250 |  | 0.625, 0.75 | 4.0 | 0 min 0 s |
 """
 
 
@@ -36,27 +33,24 @@ def test_pages_are_rewritten_between_the_markers(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    records = {"seed_0": {"seconds": 125}, "seed_1": {"label": "1", "figures": {"max loss": 4.0}}}
-    (folder / "record.json").write_text(json.dumps(records))
+    record.write_records(folder, RECORDS)
 
     def mine():
-        yield "seed", "before", "after", "loss", "time"
+        yield "seed", "before", "after", "rewards", "loss", "time"
         for run in tables.runs("mine", tmp_path).values():
-            loss = f"{run.largest('loss')}"
-            yield run.label, *run.at("eval/reward", 0, 2), loss, run.duration()
+            rewards = f"{run.last_rewards()}, {run.typical('reward/mean')}"
+            loss = str(run.figures.get("loss", ""))
+            yield run.label, *run.at("eval/reward", 0, 2), rewards, loss, run.duration()
 
     monkeypatch.setattr(tables, "TABLES", {"mine": mine})
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    assert tables.main(["--check"], [page]) == 1
+    assert tables.main([page], only_check=True) == 1
     assert page.read_text() == PAGE
     assert "page.md" in capsys.readouterr().out
-    assert tables.main([], [page]) == 0
+    assert tables.main([page]) == 0
     assert page.read_text() == PAGE.replace("old\n", TABLE)
-    assert tables.main(["--check"], [page]) == 0
-    capsys.readouterr()
-    assert tables.main(["mine"], [page]) == 0
-    assert capsys.readouterr().out == TABLE + "\n"
+    assert tables.main([page], only_check=True) == 0
 
 
 @pytest.mark.parametrize("name", tables.TABLES)
@@ -79,34 +73,34 @@ file.write_text("\\n".join(map(json.dumps, rows)))
 """
 
 
-def test_runs_are_recorded_and_drawn(tmp_path, monkeypatch, pictures):
+def test_runs_are_recorded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("train.py", "bench.py"):
         (tmp_path / name).write_text(COMMAND)
     command = [sys.executable, "train.py", "--seed", "3"]
+    figure = tmp_path / "small"
     record.main("small/seed_3", command, tmp_path)
-    records = tmp_path / "small/record.json"
-    before = json.loads(records.read_text())["seed_3"]
-    records.write_text(json.dumps({"seed_3": before | {"label": "seed 3", "seconds": 99}}))
+    known = record.read_records(figure)["seed_3"]
+    record.write_records(figure, {"seed_3": known | {"label": "seed 3", "seconds": 99}})
     record.main("small/seed_3", command, tmp_path)  # replaces all but the label
     record.main("small/bench", [sys.executable, "bench.py"], tmp_path)
-    run = record.read_lines(tmp_path / "small/metrics.jsonl")
-    run, bench = run[:2], run[2:]
-    assert run[1] == {"run": "seed_3", "step": 1, "reward/mean": 0.1235, "eval/reward": 0.75}
-    assert [len(bench), bench[1]["timing/rollout_s"]] == [2, 1.0]
-    entry = json.loads(records.read_text())["seed_3"]
+    run, *bench = record.read_lines(figure / "metrics.jsonl")
+    rewards = {"0": 0.5, "1": 0.75}
+    timing = {"timing/rollout_s": [1.0]}
+    assert run == {"run": "seed_3", "eval/reward": rewards, "reward/mean": [0.1235]} | timing
+    assert [len(bench), bench[1]["reward/mean"]] == [2, 0.123456]
+    shared = json.loads((figure / "record.json").read_text())["all runs"]
+    assert {"commit", "date", "machine"} <= {*shared}
+    entry = record.read_records(figure)["seed_3"]
+    assert entry["machine"] == known["machine"] and 0 <= entry["seconds"] < 99
     assert entry["label"] == "seed 3" and entry["command"].endswith("train.py --seed 3")
-    assert 0 <= entry["seconds"] < 99
-
-    curve.main("pictures/curve.png", "small")
-    sampled, evaluated, *_ = json.loads((tmp_path / "pictures/curve.png").read_text())
-    assert (sampled, evaluated) == ([[1, 0.1235]], [[0, 0.5], [1, 0.75]])
-    credit_curve.main("pictures/credit.png")
-    first, *_ = json.loads((tmp_path / "pictures/credit.png").read_text())
-    assert [turn for turn, _ in first] == [1, 2, 3, 4]  # in turn 5, all guesses are equally good
 
 
-def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
+def test_what_the_pictures_show_is_read_from_records_and_rollouts(tmp_path):
+    # In turn 5 of bisection, all guesses are equally good.
+    assert list(pictures.correlations("bisection", "grpo")) == [1, 2, 3, 4]
+    assert pictures.correlations("nim", "grpo")[5] == 0.5791
+
     said = {
         "eval_000000": (["0 to 31", "31", "0 to 30", "40"], 0.0),
         "eval_000010": (["0 to 31", "16", "0 to 15", "7"], 1.0),
@@ -115,16 +109,23 @@ def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
     for name, (texts, reward) in said.items():
         rollout = {"messages": [{"content": text} for text in texts], "total_reward": reward}
         (tmp_path / "rollouts" / f"{name}.jsonl").write_text(json.dumps(rollout) + "\n")
-    before, after = bisection_curve.games(tmp_path)
-    assert bisection_curve.turns(before) == [(0, 31, 31)]  # 40 was not among what was left
-    assert bisection_curve.turns(after) == [(0, 31, 16), (0, 15, 7)]
+    before, after = pictures.games(tmp_path)
+    assert pictures.turns(before) == [(0, 31, 31)]  # 40 was not among what was left
+    assert pictures.turns(after) == [(0, 31, 16), (0, 15, 7)]
     file = tmp_path / "rollouts/eval_000010.jsonl"
-    assert bisection_curve.places(file) == [16 / 31, 7 / 15]
-    bisection_curve.animate(tmp_path, tmp_path / "game.svg")
+    assert pictures.places(file) == [16 / 31, 7 / 15]
+
+    pictures.game(tmp_path / "game.svg", tmp_path)
     drawn = ElementTree.parse(tmp_path / "game.svg").getroot()
-    frames = [each.get("values") for each in drawn.iter() if each.get("attributeName") == "fill"]
-    assert frames[32 + 7].split(";") == [LEFT, FOUND, FOUND]
-    assert frames[32 + 20].split(";") == [LEFT, GONE, GONE]
+    frames = [each for each in drawn if each.get("visibility")]
+    bars = [[(bar.get("x"), bar.get("fill")) for bar in frame if bar.get("x")] for frame in frames]
+    assert [bar[:2] for bar in bars] == [
+        [("10", LEFT), ("630", GUESSED)],
+        [("10", LEFT), ("330", GUESSED)],
+        [("10", LEFT), ("150", FOUND)],
+    ]
+    shown = [frame[0].get("values") for frame in frames]
+    assert shown == ["visible;visible;visible", "visible;hidden;hidden", "hidden;visible;visible"]
 
 
 def test_a_record_of_the_speedrun_is_verified(tmp_path, capsys):
