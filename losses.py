@@ -1213,7 +1213,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        """Computes the gradients of hidden and weight from the gradient of z:
+        """Computes the gradients of hidden and weight from that of z, the logits of `_block`:
 
             dz = sum_y g_y (onehot(y) - p) - g' p (log p + entropy)
 

@@ -912,7 +912,9 @@ PRINTED_TOOLS = set()  # the tools whose first exception was printed in this pro
 
 
 def print_tool_exceptions(loop: AgentLoopBase):
-    """Prints the first exception of each tool: the model reads it, and the rollout goes on."""
+    """Prints what tools raised in a loop that has ended: the first of each tool in this process.
+
+    The model has read it, and the rollout went on."""
     for name, error in loop.tool_exceptions.items():
         if name in PRINTED_TOOLS:
             continue
@@ -1172,9 +1174,12 @@ class Pool:
         self.future = self.background.submit(self._work())
 
     def _slots(self) -> int:
-        """Returns how many rollouts may run on this rank: a share, so that no rank takes all."""
+        """Returns how many rollouts may run on this rank at once.
+
+        That is its share of --oversample batches, at least a group, at most MAX_CONCURRENT. With
+        --deterministic, `limit` alone bounds them."""
         if self.args.deterministic:
-            return sys.maxsize  # how many run must not depend on timing; `limit` bounds them
+            return sys.maxsize  # how many run must not depend on timing
         oversample = self.args.oversample if self.staleness else 1
         n_groups = math.ceil(self.batch * oversample / self.n_engines)
         return max(self.n_members, min(MAX_CONCURRENT, n_groups * self.n_members))

@@ -286,10 +286,10 @@ def shape_rewards(units: data.Units, args: Args) -> N:
 
 
 def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
-    """Sets batch.token_rewards, (N, S): the shaped rewards at their tokens.
+    """Sets batch.token_rewards, (N, S): the shaped rewards at their tokens. Returns metrics.
 
     With --kl_in reward, each token's KL is subtracted; with --kl_target, the mean KL over units
-    adapts its coefficient. Returns metrics."""
+    adapts its coefficient, from step --critic_warmup on."""
     args = run.args
     metrics = {}
     shaped = shape_rewards(batch.units, args)

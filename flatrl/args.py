@@ -151,7 +151,7 @@ class Args(LoopArgs):
         "where A > 0", only="policy_loss!=reinforce")
     clip_c: float = flag(
         None, "dual clip: the largest ratio where A < 0; 0: off; default: 0, with "
-        "--rollout_correction bypass 3",
+        "--rollout_correction bypass: 3",
         Range("be 0, or exceed 1", lambda x: x == 0 or x > 1), "policy_loss=ppo|gspo")
     loss_agg: str = preset("how per-token losses become one number", losses.AGGREGATIONS)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
@@ -343,7 +343,8 @@ class Args(LoopArgs):
             if self.max_staleness:
                 low = 0.0  # with staleness a small ratio is no reason to drop a token
             *given, high = [float(bound) for bound in bounds] or [high]
-            if len(given) > (not kind.endswith("tis")):
+            n_allowed = 0 if kind.endswith("tis") else 1
+            if len(given) > n_allowed:
                 raise ValueError(f"{part}: must be KIND, KIND:HIGH or, unless the kind "
                                  "truncates (*tis), KIND:LOW:HIGH")
             kinds.append(kind)
@@ -466,7 +467,7 @@ def check_args(args: Args):
         check_arguments(name, _json_object(name, getattr(args, name)), vars(args))
     check_flags_together(args)
 
-    with refusing("--rollout_correction"):
+    with refusing("--rollout_correction"):  # a trial on one token
         kind, low, high = args.correction
         losses.rollout_correction(kind, *torch.zeros(3, 1, 1), low, high)
     need(args.policy_loss == "ppo" or kind != "bypass",
@@ -557,8 +558,8 @@ def check_registered(args: Args):
 def complete_flags(args: Args, cuda: bool):
     """Gives each flag that the user left open its value, and makes paths absolute.
 
-    The values depend on the device, on files and on other flags. args.task and args.model are
-    left to train.check_input."""
+    The values depend on the device, on files and on other flags. Left to train.check_input are
+    args.task and, if the task builds the model, args.model."""
     vars(args).update(device_defaults(args, cuda))
     lr = 1e-6
     critic_lr = 1e-5

@@ -139,7 +139,7 @@ def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version:
 
     vocab_size: token ids must be below it. oldest, version: versions of the weights when the
     loop started and now; those of sampled tokens must lie between. window: the most tokens of
-    an output. See `check_images` for placeholders."""
+    an output. flatrl.vision.check_images checks placeholders."""
     check_ids(output.prompt_ids, vocab_size, "prompt_ids")
     check_ids(output.response_ids, vocab_size, "response_ids")
     check_numbers(output.response_mask, {int, bool}, 0, 1, "response_mask")

@@ -164,8 +164,8 @@ def check_changes(args, contents: dict[str, str], own_model: bool) -> dict[str, 
         free.add("num_steps")
     if own_model and Path(before["model"]).parent == Path(args.model).parent:
         free.add("model")
-        # Other starting weights are replaced by the checkpoint's, but not beneath adapters, and
-        # not in a reference.
+        # The model was built by another version of the task's build_model. Other starting weights
+        # are replaced by the checkpoint's, but not beneath adapters, and not in a reference.
         if not args.lora_rank and (args.ref_model or args.hints or not args.has_reference):
             free.add(MODEL)
     changed = {}
@@ -192,7 +192,8 @@ def check_checkpoint(state: dict, args, task, changed: dict):
     """Raises BadInput if a checkpoint lacks a network, or has other adapters, than the run needs,
     or if its history of the task's sampler can't be continued.
 
-    state: what `prepare_folder` returned; changed: what `check_changes` did."""
+    state: what `prepare_folder` returned, {} without --resume. changed: what `check_changes` did.
+    """
     need(
         not args.has_critic or "critic" in state.get("parts", ["critic"]),
         f"--resume changed: --adv_estimator {args.adv_estimator} needs a critic, and the "
@@ -205,6 +206,7 @@ def check_checkpoint(state: dict, args, task, changed: dict):
     )
     history = state.get("history", [])
     sampler = getattr(task, "sampler", None)
+    # Without a history, no prompt may have been drawn: the sampler would miss it.
     fits = not (sampler and state.get("next_prompt"))
     if history:
         fits = sampler and ROWS not in changed
@@ -255,7 +257,9 @@ def save_checkpoint(run):
             shutil.rmtree(path, ignore_errors=True)
 
     def complete():
-        """Gives the checkpoint its name, and renames those beyond --keep_checkpoints."""
+        """Writes what is no tensor, and gives the checkpoint its name.
+
+        Then renames those beyond --keep_checkpoints, but not the best."""
         about = {
             "step": run.done,
             "kl_coef": run.kl.coef,

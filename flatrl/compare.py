@@ -73,7 +73,9 @@ def interval(differences: list[float], error: float) -> tuple[float, float]:
         sqrt(c^2 / (n + c^2)) ((n + c^2) V / ((n + c^2) V - S^2))^(n / 2) < 1 / error
 
     The left side is a likelihood ratio, in which the unknown variance cancels out: of a mean that
-    is drawn, in standard deviations from m, from a Gaussian of variance 1 / c^2, to the mean m."""
+    is drawn, in standard deviations from m, from a Gaussian of variance 1 / c^2, to the mean m.
+    With d = mean - m and the standard deviation s, V is n (s^2 + d^2) and S is n d. So it holds
+    where d^2 < s^2 (1 - root) / (root - share)."""
     n = len(differences)
     mean = fmean(differences)
     share = PRIOR / (n + PRIOR)

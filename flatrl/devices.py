@@ -31,8 +31,8 @@ NOT_IMPLEMENTED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
 }
-# Tokens of a micro-batch. To recompute activations costs a GPU less than smaller ones do: these
-# wait for Python.
+# Tokens of a micro-batch. A GPU waits for Python in smaller ones. That costs more than recomputing
+# activations, which is tried first.
 ENOUGH_TOKENS = 16384
 # How long a process waits at the start for the launcher's other processes.
 MEETING_PATIENCE = datetime.timedelta(minutes=10)

@@ -152,7 +152,8 @@ def check_each_flag(args, defaults: dict):
 
 def check_value(name: str, value, allowed):
     """Raises BadInput unless a flag's value is allowed. allowed: see `flag`."""
-    if isinstance(allowed, tuple) and allowed and not isinstance(allowed, Range):
+    is_choice = isinstance(allowed, tuple) and not isinstance(allowed, Range)  # a Range is a tuple
+    if is_choice and allowed:
         need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
     elif isinstance(value, (int, float)):
         rule = allowed if isinstance(allowed, Range) else NOT_NEGATIVE

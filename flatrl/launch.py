@@ -72,7 +72,7 @@ class Stream(io.TextIOWrapper):
         try:
             return super().write(text)
         except OSError:
-            self.flush()
+            self.flush()  # meets the same error, and judges it
             return len(text)
 
     def flush(self):

@@ -58,7 +58,8 @@ def choose_attention(policy, probe, args) -> tuple[str, bool]:
     Packed sequences are tried first, then right-padded rows with the model's own attention, as
     recurrent and convolutional layers need them. The first that gives the logprobs of the model's
     own logits is returned. Raises BadInput if neither does. probe: the data.MicroBatch of PROBE.
-    The policy's attention and `is_packed` are left as they were tried: the caller sets both."""
+    The policy's `is_packed` must be False, for these logits. It and the attention are left as they
+    were tried last: the caller sets both."""
     model = policy.model
     own_attention = model.config._attn_implementation
     model.set_attn_implementation("eager")

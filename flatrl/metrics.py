@@ -141,6 +141,7 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
     for name in set(units.names):
         if f"reward/{name}" in statistics:
             result[f"eval/{name}/reward"] = statistics[f"reward/{name}"]
+    # The prompts of an evaluation are its rows, in their order.
     sources = [rows[prompt].get("data_source") for prompt in prompts]
     rewards_of_source = grouped(sources, rewards)
     if len(rewards_of_source) > 1:
@@ -214,10 +215,11 @@ def batch_metrics(batch, version: int, args) -> dict[str, float]:
         kind, low, high = args.correction
         logprobs = batch["logprobs_old"], batch["logprobs_rollout"]
         _, stats = losses.rollout_correction(kind, *logprobs, mask, low, high)
-        means = {name: mean(x[mask]) for name, x in stats.items()}
-        weight = means.pop("rollout_weight")
-        square = means.pop("rollout_weight_sq")
-        metrics |= {name.replace("_", "/", 1): x for name, x in means.items()}
+        averages = {name: mean(x[mask]) for name, x in stats.items()}
+        weight = averages.pop("rollout_weight")
+        square = averages.pop("rollout_weight_sq")
+        for name, value in averages.items():
+            metrics[name.replace("_", "/", 1)] = value  # rollout_kl -> rollout/kl
         metrics["rollout/ratio_max"] = stats["rollout_ratio"].max().item()
         metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0
     return metrics

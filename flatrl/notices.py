@@ -97,7 +97,8 @@ class Notices:
         self.is_learning = distils or other_losses or advantages.any()
         rewards = set(map(total_reward, rollouts.sampled))
         if was_learning and not self.is_learning:
-            if rewards == {self.highest} != {self.lowest}:
+            is_solved = rewards == {self.highest} and self.lowest < self.highest
+            if is_solved:
                 why = f"all rewards are {self.highest:g}, the highest"
                 log.say(f"step {step} taught nothing: {why}")
             else:
@@ -125,8 +126,8 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
     """Returns the lines with the plan of the run. See `Notices.start`."""
     counts = []
     for split, name in ("train", "training"), ("val", "validation"):
-        n_dropped = dropped(rows[split], len(rows_read[split]))
-        counts.append(f"{len(rows[split])} {name} rows ({n_dropped})")
+        remark = dropped(rows[split], len(rows_read[split]))
+        counts.append(f"{len(rows[split])} {name} rows ({remark})")
     if not rows["val"]:
         counts[1] = "no validation rows, so no evaluation"
     millions = network.model.num_parameters() / 1e6

@@ -120,8 +120,9 @@ def launcher() -> str:
 class Stop:
     """Watches for Ctrl-C, the signals of schedulers, and the launcher's death on every rank.
 
-    After the first signal all ranks finish the present step, save and end. A second Ctrl-C
-    ends a process at once. Schedulers send several signals on their own, and SIGKILL last."""
+    After the first signal all ranks finish an update that has begun, or drop a rollout that is
+    under way. Then they save and end. A second Ctrl-C ends a process at once. Schedulers send
+    several signals on their own, and SIGKILL last."""
 
     def __init__(self):
         self.requested = False  # on any rank
@@ -151,7 +152,7 @@ class Stop:
         self.thread.join(timeout=10)
 
     def _signalled(self, number, _):
-        self.requested = True  # perhaps it was: another rank may have had its signal before
+        self.requested = True  # perhaps it was, by another rank: so `is_told` is of its own
         if not self.is_told and dist.get_rank() == 0:
             self.is_told = True
             with contextlib.suppress(OSError):  # after SIGHUP there is no terminal

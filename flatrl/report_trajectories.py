@@ -134,8 +134,9 @@ def read_groups(file: Path, changed: int) -> list[list[tuple]]:
 def draw(folder: Path, tokenizer, max_trajectories: int) -> tuple[list, int]:
     """Returns the trajectories that a page shows, and how many there are in the files.
 
-    Each file, the newest first, gets an equal share of the room that is left, and at least one
-    group, as long as there is room for it. The very first group is drawn in any case."""
+    Each file gets an equal share of the room that is left, and at least one group, as long as there
+    is room for it: first the newest, then the others in a mixed, fixed order. The very first group
+    is drawn in any case."""
     files = {}
     for file in (folder / "rollouts").glob("[!.]*_[0-9]*.jsonl"):  # no half-written one
         kind, _, step = file.stem.partition("_")

@@ -1,7 +1,7 @@
 """Names rewards that use signals, which work in the main thread only.
 
 Graders limit their time with `signal.alarm`. In a thread that raises, and many take the error for a
-wrong answer: then every reward is 0."""
+wrong answer: then every reward is 0. Importing this module replaces three functions of `signal`."""
 
 import contextlib
 import signal
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import wraps
 
-_CALLS = ContextVar("calls", default=None)  # of the reward that is being computed: where they are
+# The places at which the reward that is being computed has called them.
+_CALLS = ContextVar("calls", default=None)
 
 
 def _watched(function):

@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -65,11 +65,12 @@ ENVIRONMENT = {
 # ---------------------------------------------------------------- what the user may set
 
 
-def check_arguments(name: str, arguments: dict, our_flags: Sequence[str]):
+def check_arguments(name: str, arguments: dict, our_flags: Collection[str]):
     """Raises BadInput if the flag `name`, a JSON object, has a key that can't be set there.
 
-    Unknown keys are refused by `check_model`. Warns of sampling parameters that change the
-    distribution in training, because the trainer computes log softmax(logits / temperature)."""
+    our_flags: the names of all flags, none of which may be a key of --engine_args. Unknown keys are
+    refused by `check_model`. Warns of sampling parameters that change the distribution in training,
+    because the trainer computes log softmax(logits / temperature)."""
     fixed = sorted(arguments.keys() & set(FIXED_ARGUMENTS.get(name, ())))
     need(
         not fixed,
@@ -186,7 +187,7 @@ def check_model(args, device: torch.device):
         config = EngineArgs(**arguments).create_engine_config()
     if not args.allow_mismatch:
         check_positions(config.model_config.hf_text_config, args)
-    for validate, kind in enumerate(("", "eval_")):
+    for kind, validate in ("", False), ("eval_", True):
         with refusing(f"--{kind}sampling_args"):
             # Agent loops ask for no more tokens.
             limit = {"max_tokens": args.max_response_tokens}

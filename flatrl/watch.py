@@ -79,6 +79,7 @@ class Watch:
         last = rows[-1]
         first_prompt = metrics["rollout/first_prompt"]
         expected = last["rollout/last_prompt"] + 1
+        # A prompt all of whose rollouts were skipped is neither a first nor a last one.
         n_skipped = metrics["rollout/skipped"] + last["rollout/skipped"]
         may_skip = args.max_gen_batches > 1 or n_skipped or args.replay
         if first_prompt < expected or (first_prompt > expected and not may_skip):

@@ -26,8 +26,8 @@ from agent_loop import function_call
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
-# Claude Code begins its system prompt with this line. It differs from request to request, so each
-# request would begin a token sequence of its own.
+# The first part of Claude Code's system prompt is this line alone. It differs from request to
+# request, so each request would begin a token sequence of its own.
 CHANGING_LINE = "x-anthropic-billing-header"
 
 

@@ -47,8 +47,10 @@ class ChatClient:
         self.turns = 0  # calls so far
         self.over = False  # whether the agent is done
         self.reward = None  # the agent's own; if it stays None, the task's reward is asked
-        self.exhausted = None  # "length" | "max_turns" if the last call ran out of budget
-        self.refused = None  # the same, but only if that call was refused
+        # "length" or "max_turns" if nothing is left after the last call. An error of the agent may
+        # come from that.
+        self.exhausted = None
+        self.refused = None  # the same, if that call got no reply
         self.n_given_up = 0  # calls that were refused
         # client.chat.completions.create is this object's `create`.
         self.chat = self
@@ -95,7 +97,7 @@ class ChatClient:
         known = [self._known(place, message, images) for place, message in enumerate(messages)]
         messages = [message for message, _ in known]
         identities = [identity for _, identity in known]
-        trajectory = self._resume(messages, identities, images, tools, template)
+        trajectory = self._trajectory_for(messages, identities, images, tools, template)
         self.turns += 1
         turn = self.turns
         n_tokens_before = len(trajectory.response_ids)
@@ -171,10 +173,11 @@ class ChatClient:
             set_tool_calls(reply, content, calls, turn)
         return calls
 
-    def _resume(self, messages, identities, images, tools, template):
+    def _trajectory_for(self, messages, identities, images, tools, template):
         """Returns the longest trajectory that the messages extend, or else a new one.
 
-        The new messages are appended to it. Parallel calls never share a trajectory."""
+        The new messages are appended to it. Parallel calls never share a trajectory. Raises
+        OutOfBudget if nothing is left."""
 
         def is_extended(trajectory):
             if trajectory.tools != (tools, template):

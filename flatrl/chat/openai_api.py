@@ -88,20 +88,20 @@ def warn_once(text: str) -> None:
 
 
 def error(status: int, message: str, code: str) -> dict:
-    """Returns an error in OpenAI's form."""
+    """Returns an error in OpenAI's form, which has no status; anthropic_api.error's does."""
     return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 
-def structured_outputs(loop, **request):
+def structured_outputs(loop, **given):
     """Returns vLLM's constraint for a response_format, or None. Tool calls stay possible.
 
-    request: tools, tool_choice and response_format. Raises ValueError if vLLM's own server would
-    refuse them."""
+    given: tools, tool_choice and response_format of a request. Raises ValueError if vLLM's own
+    server would refuse them."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser import ParserManager
 
     try:
-        request = ChatCompletionRequest(messages=[], **request)
+        request = ChatCompletionRequest(messages=[], **given)
         may_call = request.tools and request.tool_choice != "none"
         if may_call and request.extract_structured_outputs():
             # The reply is a tool call in the model's own format, or fits the response_format.
