@@ -1,6 +1,4 @@
-"""examples/tree.py, nim.py, subagents.py ...: units and states.
-
-Each is played by a scripted engine."""
+"""examples/tree.py, nim.py, maze.py ...: units and states, played by a scripted engine."""
 
 import asyncio
 import random
@@ -15,11 +13,10 @@ from agent_loop import agent_loop_class
 from rollout import set_rewards
 from train import Args
 
-NAMES = ("tree", "nim", "bisection", "subagents", "proposer", "compaction", "maze")
-tree, nim, bisection, subagents, proposer, compaction, maze = (
+NAMES = ("tree", "nim", "bisection", "proposer", "maze")
+tree, nim, bisection, proposer, maze = (
     data.load_task(str(REPO / "examples" / f"{name}.py")) for name in NAMES
 )
-WINDOW = {"max_prompt_tokens": 52, "max_response_tokens": 12, "max_model_len": 64}
 
 
 def play(
@@ -137,40 +134,6 @@ def test_a_guess_is_as_good_as_what_it_adds_to_the_value():
     torch.testing.assert_close(advantages, torch.tensor(expected))
 
 
-# ---------------------------------------------------------------- subagents.py
-
-PAIR = {
-    "prompt": [
-        {"role": "system", "content": subagents.SYSTEM_PROMPT},
-        *users("What is 37+48 and 20-7?"),
-    ],
-    "agent_name": "subagents",
-    "reward_model": {"ground_truth": "<answer>85 13</answer>"},
-}
-BOTH, SECOND = "<answer>85 13</answer>", "<answer>13</answer>"
-
-
-def test_sub_agents_have_prompts_of_their_own(tokenizer):
-    *subs, main = play(subagents, tokenizer, PAIR, "37+48 20-7", CALL, SECOND, RIGHT, BOTH)
-    assert [(sub.unit, sub.reward) for sub in subs] == [("sub 37+48", 1.0), ("sub 20-7", 1.0)]
-    assert (main.unit, main.group, main.reward) == ("main", "", 1.0)
-    for sub, question in zip(subs, ("37+48", "20-7")):
-        prompt = tokenizer.decode(sub.prompt_ids)
-        assert f"user\nWhat is {question}?<|im_end|>" in prompt and "\nTools: calculator<" in prompt
-    assert "Tools" not in tokenizer.decode(main.prompt_ids)
-    assert [message["content"] for message in main.messages[2:]] == ["37+48 20-7", "85 13", BOTH]
-    sampled = [token for token, mask in zip(main.response_ids, main.response_mask) if mask]
-    assert tokenizer.decode(sampled) == f"37+48 20-7{END}{BOTH}{END}"
-
-
-def test_a_turn_that_asks_nothing_ends_the_rollout_and_an_evaluation_has_one_output(tokenizer):
-    (main,) = play(subagents, tokenizer, PAIR, "What is it?")
-    assert main.reward == 0.0 and len(main.messages) == 3
-    lines = ["37+48 20-7", RIGHT, SECOND, "<answer>85 14</answer>"]
-    (main,) = play(subagents, tokenizer, PAIR, *lines, validate=True)
-    assert (main.unit, main.reward, len(main.messages)) == ("main", 0.0, 5)
-
-
 # ---------------------------------------------------------------- proposer.py
 
 
@@ -191,56 +154,6 @@ def test_what_is_no_problem_is_not_attempted_and_an_evaluation_has_one_attempt(t
     assert first.reward == 0.0
     (attempt,) = play(proposer, tokenizer, proposer.load("val")[78], "15", validate=True)  # 7+8=
     assert (attempt.unit, attempt.reward) == ("", 1.0)
-
-
-# ---------------------------------------------------------------- compaction.py
-
-
-def log_row(log: str, letter: str, agent: str = "compaction") -> dict:
-    truth = letter + compaction.last_reading(log, letter)
-    return {
-        "prompt": users(log[:10]),
-        "extra_info": {"rest": f"{log[10:]}?{letter}"},
-        "reward_model": {"ground_truth": truth},
-        "agent_name": agent,
-    }
-
-
-def asked(output, tokenizer) -> str:
-    """The user's words in an output's prompt, which holds nothing but these."""
-    start, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-    text = tokenizer.decode(output.prompt_ids)
-    assert text.startswith(start) and text.endswith(end)
-    assert output.prompt_ids.count(tokenizer.eos_token_id) == 1
-    return text.removeprefix(start).removesuffix(end)
-
-
-@pytest.mark.parametrize("answer, reward", [("a1", 1.0), ("a9", 0.0)])
-def test_a_log_is_read_window_by_window_by_notes(tokenizer, answer, reward):
-    log = "a1" + "x0" * 80 + "b2"
-    said = ("a1", "a1", "", answer)
-    outputs = play(compaction, tokenizer, log_row(log, "a"), *said, **WINDOW)
-    texts = [asked(output, tokenizer) for output in outputs]
-    notes = ["", "a1", "a1", ""]
-    parts = [text.removeprefix(note) for text, note in zip(texts, notes)]
-    assert all(text.startswith(note) for text, note in zip(texts, notes))
-    assert "".join(parts) == log + "?a" and all(len(part) % 2 == 0 for part in parts)
-    lengths = [len(output.prompt_ids) for output in outputs]
-    assert {*lengths[:-1]} <= {51, 52}  # an odd place is left free
-    assert [set(output.response_mask) for output in outputs] == [{1}] * 4
-    assert [(output.unit, output.reward) for output in outputs] == [("", reward)] * 4
-    (masked,) = play(compaction, tokenizer, log_row(log, "a", "compaction_masked"), *said, **WINDOW)
-    assert masked.response_ids == outputs[-1].response_ids
-    assert masked.reward == reward
-
-
-def test_notes_control_nothing_and_may_be_cut_off(tokenizer):
-    row = log_row("x0" * 30, "a")
-    first, second = play(compaction, tokenizer, row, ("<|im_end|>", "length"), "a1", **WINDOW)
-    assert asked(second, tokenizer).endswith("x0?a") and first.stop_reason == "length"
-    spelled = "<|\ufdd0im_end|>"  # letter by letter: decoding drops the special token itself
-    _, second = play(compaction, tokenizer, row, spelled, "a1", **WINDOW)
-    assert second.prompt_ids.count(tokenizer.eos_token_id) == 1
 
 
 # ---------------------------------------------------------------- maze.py

@@ -1,6 +1,4 @@
-"""Tasks in examples/: rows, tools, rewards, a simulated user, environments, a judge.
-
-The calculator, gsm8k.py, gsm8k_user.py, environments.py, and llm_judge.py."""
+"""Tasks in examples/: the calculator, gsm8k.py, environments.py, and llm_judge.py."""
 
 import asyncio
 import contextlib
@@ -24,7 +22,6 @@ from rollout import set_rewards
 from train import Args
 
 gsm8k = load_task(str(REPO / "examples/gsm8k.py"))
-gsm8k_user = load_task(str(REPO / "examples/gsm8k_user.py"))
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +112,12 @@ def test_the_tiny_models_tokenizer_round_trips(tokenizer):
 # ---------------------------------------------------------------- GSM8K
 
 
-@pytest.mark.parametrize("task", [gsm8k, gsm8k_user])
-def test_rows_are_disjoint_and_fit_the_tiny_model(task, tokenizer):
-    train, val = load_rows(task, "train"), load_rows(task, "val")
-    assert train[0]["prompt"][0] == {"role": "system", "content": task.SYSTEM_PROMPT}
+def test_rows_are_disjoint_and_fit_the_tiny_model(tokenizer):
+    train, val = load_rows(gsm8k, "train"), load_rows(gsm8k, "val")
+    assert train[0]["prompt"][0] == {"role": "system", "content": gsm8k.SYSTEM_PROMPT}
     for rows in (train, val):
         args = Args(model="x", max_model_len=640)
-        assert filter_overlong(rows, tokenizer, task, args) == rows
+        assert filter_overlong(rows, tokenizer, gsm8k, args) == rows
     assert len({row["extra_info"]["question"] for row in train + val}) == 24
 
 
@@ -142,51 +138,6 @@ def test_the_reward_of_gsm8k(said, truth, score, form):
     assert gsm8k.reward(output, row) == {"score": score, "format": form}
     output.messages.append({"role": "user", "content": said})  # not the assistant's
     assert gsm8k.reward(output, row) == {"score": 0.0, "format": 0.0}
-
-
-WRONG = "That is wrong. Try again."
-NO_ANSWER = 'I see no answer. End with "#### N".'
-
-
-@pytest.fixture
-def user():
-    (user,) = gsm8k_user.INTERACTIONS
-    yield user
-    assert user.tries == {}
-
-
-@pytest.mark.parametrize("lines, replies, rewards, right", [
-    (["#### 63"], [], [1.0], 1.0),
-    (["hm", "#### 62", "#### 63"], [NO_ANSWER, WRONG], [0.0, 0.0, 1 / 3], 1.0),
-    (["#### 60", "#### 61", "#### 62"], [WRONG, WRONG], [0.0, 0.0, 0.0], 0.0),
-])  # fmt: skip
-def test_the_user_answers_and_pays_by_turn(play, user, lines, replies, rewards, right):
-    output = play(gsm8k_user, load_rows(gsm8k_user, "train")[0], *lines)  # 63
-    assert said_by(output, "user")[1:] == replies
-    assert rewards_of_turns(output) == pytest.approx(rewards)
-    assert output.reward == {"score": 0.0, "right": right}
-    assert output.stop_reason == "stop"  # three wrong answers are an end, not a cut
-    assert output.metrics["interaction/gsm8k/tries"] == len(lines)
-
-
-def test_verls_parquet_files(play, tmp_path):
-    """As verl's gsm8k_multiturn_w_interaction.py writes them."""
-    datasets = pytest.importorskip("datasets")
-    truth = "-1000"
-    asked = "What is 1-1001? Let's think step by step and output the final answer after `####`."
-    system = {"role": "system", "content": "You are a math expert."}
-    kwargs = {"name": "gsm8k", "query": asked, "ground_truth": truth}
-    row = {
-        "prompt": [system, {"role": "user", "content": asked}],
-        "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": "train", "index": 0, "interaction_kwargs": kwargs},
-    }
-    file = str(tmp_path / "train.parquet")
-    datasets.Dataset.from_list([row]).to_parquet(file)
-    (row,) = load_rows(gsm8k_user, "train", [file])
-    assert row["prompt"][0] == system  # the row's own stays
-    output = play(gsm8k_user, row, "#### 1000", "#### -1000")
-    assert rewards_of_turns(output) == [0.0, 1 / 2]
 
 
 # ---------------------------------------------------------------- environments.py

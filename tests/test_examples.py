@@ -18,7 +18,6 @@ EXAMPLES = {
     "calculator": None,
     "hints": None,
     "gsm8k": None,
-    "gsm8k_user": None,
     "retool": None,
     "mcp_tools": None,
     "llm_judge": None,
