@@ -204,56 +204,6 @@ def test_judge_settings_are_missed_when_the_task_is_loaded(monkeypatch):
         load_task(str(REPO / "examples/llm_judge.py"))
 
 
-# ---------------------------------------------------------------- environments.py
-
-
-class Room:
-    """An environment whose steps are functions, and which writes down what happens."""
-
-    def __init__(self, log: list, *steps):
-        self.log = log
-        self.steps = list(steps)
-
-    def reset(self, seed):
-        self.log.append(("reset", seed))
-        return "start"
-
-    def step(self, action):
-        in_main = threading.current_thread() is threading.main_thread()
-        self.log.append((action, in_main))
-        return self.steps.pop(0)()
-
-    def close(self):
-        self.log.append("close")
-
-
-def refuse():
-    raise environments.IllegalAction("no.")
-
-
-@pytest.mark.parametrize("slow", [False, True])
-def test_an_environments_life(tokenizer, slow):
-    log = []
-    steps = [
-        lambda: ("more", 0.25, False, {"steps": 1, "note": "no number"}),
-        refuse,
-        lambda: ("bye", 1, True, {"steps": 1}),
-    ]
-    room = environments.EnvInteraction("room", lambda **kwargs: Room(log, *steps), slow=slow)
-    row = {"prompt": [], "extra_info": {"interaction_kwargs": {"name": "room", "seed": 3}}}
-    task = SimpleNamespace(INTERACTIONS=[room], reward=lambda output, row: 0.0)
-    (output,) = play(task, tokenizer, row, " a ", "b", "c", tool_timeout=HANGS)
-    assert room.envs == {}
-    assert log == [("reset", 3), *((action, not slow) for action in (" a ", "b", "c")), "close"]
-    ends = [i for i, token in enumerate(output.response_ids) if token == tokenizer.eos_token_id]
-    sampled_ends = [i for i in ends if output.response_mask[i]]
-    assert output.turn_rewards == list(zip(sampled_ends, [0.25, -0.1, 1.0]))
-    seen = ["start", "more", "Illegal: no."]
-    assert said_by(output, "user") == environments.seen_before_turns(output) == seen
-    assert output.metrics["interaction/room/steps"] == 2
-    assert output.metrics["interaction/room/illegal"] == 1
-
-
 # ---------------------------------------------------------------- tree.py
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "37+48"}}\n</tool_call>'
@@ -371,7 +321,34 @@ def test_what_is_no_problem_is_not_attempted_and_an_evaluation_has_one_attempt(t
     assert (attempt.unit, attempt.reward) == ("", 1.0)
 
 
-# ---------------------------------------------------------------- maze.py
+# ---------------------------------------------------------------- environments.py, maze.py
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_environments_life(tokenizer, slow):
+    log = []
+
+    class Room:
+        def reset(self, seed):
+            log.append(seed)
+            return "start"
+
+        def step(self, action):
+            log.append((action, threading.current_thread() is threading.main_thread()))
+            return "bye", 0.25, True, {"steps": 1, "note": "no number"}
+
+        def close(self):
+            log.append("closed")
+
+    room = environments.EnvInteraction("room", Room, slow=slow)
+    row = {"prompt": [], "extra_info": {"interaction_kwargs": {"name": "room", "seed": 3}}}
+    task = SimpleNamespace(INTERACTIONS=[room], reward=lambda output, row: 0.0)
+    (output,) = play(task, tokenizer, row, " a ", tool_timeout=HANGS)
+    assert log == [3, (" a ", not slow), "closed"] and room.envs == {}
+    assert [reward for _, reward in output.turn_rewards] == [0.25]
+    assert said_by(output, "user") == ["start"]
+    assert output.metrics["interaction/room/steps"] == 1
+
 
 # # # G # #    maze 4, whose shortest way is "nwnneen"
 # . . . . #
@@ -387,25 +364,25 @@ SEEN = [
     "open e w\ngoal 1 east 1 north",
     "open n e w\ngoal 0 east 1 north",
 ]
+WORD = "Illegal: say n, e, s or w."
 
 
-def walk(tokenizer, steps):
-    """The graded rollout of a walk in maze 4."""
+@pytest.mark.parametrize("steps, states, rewards, found", [
+    ("nwnneen", SEEN, [(6, 1.0)], 1),
+    (["w", "north", *"ssssssss"], [SEEN[0], SEEN[0], WORD, *[SEEN[0]] * 7], [(1, -0.1)], 0),
+])  # fmt: skip
+def test_a_walk(tokenizer, steps, states, rewards, found):
+    """Rewards are (number of the turn, reward)."""
     row = {"prompt": [], "extra_info": {"interaction_kwargs": {"name": "maze", "seed": 4}}}
     limits = dict(max_response_tokens=2000, max_assistant_turns=10)
     (output,) = play(maze, tokenizer, row, *steps, **limits)
-    return output
-
-
-def test_a_walk_to_the_goal(tokenizer):
-    output = walk(tokenizer, "nwnneen")
-    assert output.metrics["states"] == SEEN
-    assert [reward for _, reward in output.turn_rewards] == [1.0] and output.reward == 0.0
-    assert (output.stop_reason, output.metrics["interaction/maze/found"]) == ("stop", 1)
-
-
-def test_walls_words_that_are_no_step_and_the_end(tokenizer):
-    output = walk(tokenizer, ["w", "north", *"ssssssss"])
-    refused = "Illegal: say n, e, s or w."
-    assert output.metrics["states"] == [SEEN[0], SEEN[0], refused, *[SEEN[0]] * 7]
-    assert [reward for _, reward in output.turn_rewards] == [pytest.approx(-0.1)]
+    assert output.metrics["states"] == states
+    ends = [
+        i
+        for i, (token, is_sampled) in enumerate(zip(output.response_ids, output.response_mask))
+        if is_sampled and token == tokenizer.eos_token_id
+    ]
+    assert [(ends.index(end), reward) for end, reward in output.turn_rewards] == rewards
+    assert output.reward == 0.0
+    assert output.stop_reason == ("stop" if found else "max_turns")
+    assert output.metrics["interaction/maze/found"] == found
