@@ -96,4 +96,4 @@ def teachers_chat() -> list[dict]:
 def build_model(path: str) -> None:
     """Writes the default model to the folder `path`: train.py calls it without a --model."""
     chats = [teachers_chat() for _ in range(GAMES)]
-    build_warm_model(path, chats, batch_size=32, pieces=[" to ", *map(str, range(SIZE))])
+    build_warm_model(path, chats, pieces=[" to ", *map(str, range(SIZE))])

@@ -187,4 +187,4 @@ def demonstration(row: dict) -> list[dict]:
 def build_model(path: str | Path) -> None:
     """Writes the default model to the folder `path`, warmed up on training questions."""
     chats = [demonstration(row) for row in random.choices(load("train"), k=600 * 32)]
-    build_warm_model(path, chats, TOOLS, batch_size=32)
+    build_warm_model(path, chats, TOOLS)

@@ -1,7 +1,7 @@
 """Environments with `reset` and `step` as an agent's simulated user: see examples/maze.py."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from agent_loop import Interaction, in_thread, numeric_entries
@@ -86,31 +86,7 @@ def episodes(name: str, split: str, n_val: int = 64, n_train: int = 1000) -> lis
     return rows
 
 
-def demonstrated(
-    rows: list[dict], make: Callable[[], Any], act: Callable[[Any], str], turns: int
-) -> list[dict]:
-    """Returns the rows, each with a demonstration of at most so many turns.
-
-    In each turn the assistant says what `act(environment)` returns."""
-    played = []
-    for row in rows:
-        env = make()
-        env.reset(row["extra_info"]["index"])
-        actions = []
-        done = False
-        while not done and len(actions) < turns:
-            actions.append(act(env))
-            _, _, done, _ = env.step(actions[-1])
-        played.append(row | {"demonstration": actions})
-    return played
-
-
 def seen_before_turns(output) -> list[str]:
     """Returns the message that precedes each of the assistant's turns: the states for gigpo."""
     pairs = itertools.pairwise(output.messages)
     return [before["content"] for before, message in pairs if message["role"] == "assistant"]
-
-
-def texts(parts: Sequence[str], values: Sequence[Sequence[str]]) -> list[str]:
-    """Returns all texts that the parts can become: parts[i] with each of values[i]."""
-    return [part.format(value) for part, own in zip(parts, values) for value in own]

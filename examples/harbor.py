@@ -165,14 +165,12 @@ class Container:
         log = "/logs/verifier/test-stdout.txt"
         test = f"chmod +x /tests/test.sh && /tests/test.sh > {log} 2>&1"
         await self.run(test, seconds, settings["flags"])
-        code, text = await self.run("cat /logs/verifier/reward.json", 60)
-        if not code:
-            rewards = json.loads(text)
-            return rewards if isinstance(rewards, dict) else {"reward": rewards}
-        code, text = await self.run("cat /logs/verifier/reward.txt", 60)
+        command = "cd /logs/verifier && (cat reward.json 2> /dev/null || cat reward.txt)"
+        code, text = await self.run(command, 60)
         if code:
             raise FileNotFoundError("tests/test.sh wrote neither reward.json nor reward.txt")
-        return {"reward": float(text)}
+        rewards = json.loads(text)
+        return rewards if isinstance(rewards, dict) else {"reward": rewards}
 
     async def stop(self):
         """Removes the container, if there is one."""

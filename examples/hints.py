@@ -114,4 +114,4 @@ def demonstration(row: dict) -> list[dict]:
 def build_model(path: str | Path) -> None:
     """Writes a model to the folder `path`, warmed up on questions with and without a hint."""
     chats = [demonstration(row) for row in random.choices(load("train"), k=1200 * 32)]
-    build_warm_model(path, chats, TOOLS, batch_size=32)
+    build_warm_model(path, chats, TOOLS)

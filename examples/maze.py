@@ -119,13 +119,26 @@ def poor_step(maze: Maze) -> str:
     return random.choice([ways[0], random.choice(ways)])
 
 
+def poor_walk(seed: int) -> list[str]:
+    """Returns the steps of the poor walker through the maze with this number."""
+    maze = Maze()
+    maze.reset(seed)
+    steps = []
+    done = False
+    while not done:
+        steps.append(poor_step(maze))
+        _, _, done, _ = maze.step(steps[-1])
+    return steps
+
+
 def build_model(path: str) -> None:
     """Writes the default model to the folder `path`: train.py calls it without a --model."""
     rows = random.choices(load("train"), k=1600)
-    rows = environments.demonstrated(rows, Maze, poor_step, TURNS)
+    rows = [row | {"demonstration": poor_walk(row["extra_info"]["index"])} for row in rows]
     open_ways = [" ".join(steps) for n in range(5) for steps in itertools.combinations(STEPS, n)]
     cells = range(1 - SIZE, SIZE)
     east = [how_far(n, *EAST) for n in cells]
     south = [how_far(n, *SOUTH) for n in cells]
-    pieces = environments.texts(SEEN, [open_ways, east, south])
+    parts = zip(SEEN, (open_ways, east, south))
+    pieces = [part.format(text) for part, texts in parts for text in texts]
     build_from_demonstrations(path, sys.modules[__name__], rows, pieces=pieces)

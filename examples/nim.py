@@ -103,4 +103,4 @@ def demonstration(sticks: int) -> list[dict]:
 def build_model(path: str | Path) -> None:
     """Writes the default model to the folder `path`: train.py calls it without a --model."""
     chats = [demonstration(random.randint(1, 21)) for _ in range(600 * 32)]
-    build_warm_model(path, chats, batch_size=32)
+    build_warm_model(path, chats)

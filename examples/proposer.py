@@ -102,4 +102,4 @@ def demonstration() -> list[dict]:
 
 def build_model(path: str | Path) -> None:
     """Writes the default model to the folder `path`: train.py calls it without a --model."""
-    build_warm_model(path, [demonstration() for _ in range(600 * 32)], batch_size=32)
+    build_warm_model(path, [demonstration() for _ in range(600 * 32)])

@@ -15,8 +15,8 @@ hundred times, so drop the duplicates first.
 
 `code_interpreter` runs each program in a process of its own, so it keeps nothing from one call to
 the next. examples/sandbox.py describes what a program may do. The log counts programs that ended in
-an error (`tool/failed`), that ran out of time (`tool/timeouts`), and that had a network because the
-host can't take it away (`tool/networked`)."""
+an error (`tool/failed`), that ran out of time (`tool/timeouts`), and that were not isolated because
+the host does not allow it (`tool/unisolated`)."""
 
 import re
 
@@ -51,7 +51,7 @@ async def code_interpreter(code: str) -> ToolResponse:
     counts = {
         "failed": bool(result.returncode) and not result.timed_out,
         "timeouts": result.timed_out,
-        "networked": not result.no_network,
+        "unisolated": not result.isolated,
     }
     return ToolResponse(text=text.strip() or "(nothing printed)", metrics=counts)
 

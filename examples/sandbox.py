@@ -12,8 +12,8 @@ Isolation needs root or user namespaces, and Linux 5.12. An isolated program see
 the system's libraries, read-only, and a folder of its own, in memory, which disappears with it. It
 has no network, sees no other processes and, if we are root, runs under a user id of its own. Where
 the host does not allow this, `run_python` raises NotIsolated, unless the environment has
-SANDBOX_UNISOLATED=1 or you pass isolate=False. Then the program may read, write and signal anything
-that its user can (as root, everything), may use the network, and leaves the files that it writes
+SANDBOX_UNISOLATED=1. Then the program may read, write and signal anything that its user can (if no
+other user can read Python, as root), may use the network, and leaves the files that it writes
 outside its folder. An ordinary user's trainer then at least hides its memory and environment, and a
 filter of system calls forbids tracing other processes.
 
@@ -34,22 +34,21 @@ import os
 import signal
 import sys
 import tempfile
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 from agent_loop import DEADLINE
 
 GRACE = 5.0  # seconds for the supervisor to kill and tidy up
-# Programs at a time; with more, they would miss their deadlines by waiting for each other.
-SLOTS_PER_CPU = 4
+# Programs at a time. With more, they would miss their deadlines by waiting for each other.
+SLOTS = asyncio.Semaphore(4 * (os.cpu_count() or 1))
 SUPERVISOR = Path(__file__).with_name("sandbox_supervisor.py").read_text(encoding="utf-8")
 PR_SET_DUMPABLE = 4
 
 
 @dataclass
 class Result:
-    """How a program ended, and how well it was isolated.
+    """How a program ended, and whether it was isolated.
 
     The supervisor reports the fields that have a default. The defaults stand if it was itself
     killed: the program then ended by SIGKILL, and isolation is not claimed."""
@@ -57,12 +56,8 @@ class Result:
     stdout: str  # with /sandbox for the folder; the middle is cut out above max_output bytes
     stderr: str  # the same
     timed_out: bool
-    truncated: bool  # stdout or stderr is cut
     returncode: int = -signal.SIGKILL  # -N: ended by signal N
-    no_network: bool = False  # the program had no network, and PIDs of its own
-    own_user: bool = False  # it ran under a user id of its own, instead of root's
-    own_files: bool = False  # it saw no files but Python's, the system's libraries and its own
-    out_of_memory: bool = False  # its processes together took more than memory_mb
+    isolated: bool = False
 
 
 class NotIsolated(OSError):
@@ -108,9 +103,6 @@ class Output(asyncio.SubprocessProtocol):
         return output.decode("utf-8", "replace").replace(folder, "/sandbox")
 
 
-_slots = weakref.WeakKeyDictionary()  # event loop -> semaphore
-
-
 @contextlib.asynccontextmanager
 async def slot_of(slots: asyncio.Semaphore):
     """Waits for a slot, and holds it; a tool's or reward's deadline does not run while it waits."""
@@ -134,12 +126,11 @@ async def run_python(
     file_mb: int = 16,
     max_processes: int = 32,
     cpu_s: int | None = None,
-    isolate: bool = True,
 ) -> Result:
     """Runs a Python program in a fresh folder that is its home; returns how it ended.
 
-    It has no stdin, nothing of our environment and (see Result) no network. Programs first wait for
-    one of SLOTS_PER_CPU slots per CPU; a tool's deadline is paused meanwhile.
+    It has no stdin, nothing of our environment and, if it is isolated, no network. Programs first
+    wait for one of the SLOTS; a tool's deadline is paused meanwhile.
 
         timeout         wall-clock seconds from the start, including Python's own 0.1 s; then, or
                         when the program ends, all its processes are killed
@@ -148,26 +139,23 @@ async def run_python(
         file_mb         for the largest file; the folder holds four times as much
         max_processes   counts threads too
         cpu_s           CPU seconds of a process; default: timeout, rounded up
-        isolate         False: the program may see and do whatever its user can
 
     Raises NotIsolated (see the top of this file), and OSError if no process can be started."""
-    go_on = bool(os.environ.get("SANDBOX_UNISOLATED"))
+    insist = not os.environ.get("SANDBOX_UNISOLATED")
     python = {*map(os.path.abspath, (sys.prefix, sys.base_prefix, sys.exec_prefix))}
     job = {
         "code": code,
         "memory_mb": memory_mb,
         "file_mb": file_mb,
-        "isolate": isolate,
-        "insist": isolate and not go_on,
+        "insist": insist,
         "cpu_s": cpu_s or math.ceil(timeout),
         "max_processes": max_processes,
         "python": sorted(python),
     }
-    if os.geteuid() != 0 and not job["insist"]:
+    if os.geteuid() != 0 and not insist:
         # Our files in /proc then belong to root, and no process may trace us.
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    slots = asyncio.Semaphore(SLOTS_PER_CPU * (os.cpu_count() or 1))
-    async with slot_of(_slots.setdefault(asyncio.get_running_loop(), slots)):
+    async with slot_of(SLOTS):
         # The supervisor deletes the folder too, in case this process has died.
         with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder:
             return await _run(job, os.path.realpath(folder), timeout, max_output)
@@ -220,14 +208,8 @@ async def _run(job: dict, folder: str, timeout: float, max_output: int) -> Resul
                 # Kills the supervisor, if it still runs, and with it init and the program.
                 transport.close()
         report = _read_report(report_file)
-    late = late and "returncode" not in report and not report.get("out_of_memory")
-    return Result(
-        output.text(1, folder),
-        output.text(2, folder),
-        timed_out=late,
-        truncated=bool(output.cut),
-        **report,
-    )
+    late = late and "returncode" not in report
+    return Result(output.text(1, folder), output.text(2, folder), late, **report)
 
 
 def _read_report(file) -> dict:

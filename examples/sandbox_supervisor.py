@@ -277,8 +277,8 @@ def limit(kind: int, soft: int, spare: int = 0):
 def isolate(job: dict, in_namespaces: bool) -> dict:
     """Gives this process files and a user of its own, as far as the host allows.
 
-    Returns the report: no_network, own_files, own_user, and, if the job insists on isolation
-    and does not get it, the reason as "refused"."""
+    Returns the report: whether it is isolated, and, if the job insists on that and does not get it,
+    the reason as "refused"."""
     own_files = False
     reason = "namespaces are not allowed"
     if in_namespaces:
@@ -287,11 +287,9 @@ def isolate(job: dict, in_namespaces: bool) -> dict:
             own_files = True
         except OSError as error:
             reason = f"a root of its own: {error}"
-    own_user = False
-    if ROOT and job["isolate"]:
-        own_user = drop_root(job, own_files)
-    report = {"no_network": in_namespaces, "own_files": own_files, "own_user": own_user}
-    if job["insist"] and not (own_files and (own_user or not ROOT)):
+    own_user = not ROOT or drop_root(job, own_files)
+    report = {"isolated": own_files and own_user}
+    if job["insist"] and not report["isolated"]:
         report["refused"] = reason
     return report
 
@@ -344,7 +342,7 @@ def run_init(job: dict, in_namespaces: bool, to_supervisor: int):
             file.write(job["code"].encode("utf-8", "surrogatepass"))
         set_limits(job)
         # Init counts too, and so does the supervisor where it is the same user's.
-        ours = 1 if report["own_user"] else 2
+        ours = 1 if ROOT else 2
         program = fork_program(job["max_processes"] + ours)
         ended = None
         while ended != program:  # others are orphans
@@ -432,7 +430,7 @@ def supervise():
     os.set_inheritable(job["report"], False)
     with open("/proc/sys/net/core/wmem_default") as file:  # not there in a new namespace
         buffer = int(file.read())
-    in_namespaces = job["isolate"] and enter_namespaces()
+    in_namespaces = enter_namespaces()
     prctl(PR_SET_DUMPABLE, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     from_init, to_supervisor = os.pipe()
@@ -451,7 +449,6 @@ def supervise():
         os.write(2, message.encode() % job["memory_mb"])
     with contextlib.suppress(BrokenPipeError):  # nobody is left to read it
         os.write(job["report"], written)
-        tell(job["report"], {"out_of_memory": out_of_memory})
     for descriptor in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     # Unlike shutil.rmtree, rm can delete very deep trees.

@@ -157,30 +157,7 @@ def init_model(
     return model, tokenizer
 
 
-def warm_up(
-    model, tokenizer, chats: list[list[dict]], tools: Sequence = (), batch_size: int = 16
-):
-    """Trains the model on the assistant's tokens in the chats; each is seen once, in order.
-
-    tools: the functions that an agent loop will show to the model in its prompts."""
-    batch = tokenizer.apply_chat_template(
-        chats,
-        tools=[get_json_schema(tool) for tool in tools] or None,
-        return_assistant_tokens_mask=True,
-        return_dict=True,
-        return_tensors="pt",
-        # With padding at the end, causal attention needs no mask.
-        padding=True,
-        padding_side="right",
-    )
-    lengths = batch["attention_mask"].sum(1)
-    mask = torch.as_tensor(batch["assistant_masks"])
-    imitate(model, batch["input_ids"], lengths, mask, batch_size)
-
-
-def imitate(
-    model, input_ids: Tensor, lengths: Tensor, mask: Tensor, batch_size: int, lr: float = 3e-3
-):
+def imitate(model, input_ids: Tensor, lengths: Tensor, mask: Tensor, batch_size: int):
     """Trains the model on the tokens of input_ids (N, T) whose mask (N, T) is 1.
 
     A row's tokens after its length (N,) are padding. Each row is seen once, in order."""
@@ -192,7 +169,7 @@ def imitate(
         return min((step + 1) / 20, 1, 2 - 2 * step / n_batches)
 
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     model.train()
@@ -237,14 +214,27 @@ def build_warm_model(
     path: str | Path,
     chats: list[list[dict]],
     tools: Sequence = (),
-    batch_size: int = 16,
+    batch_size: int = 32,
     pieces: Sequence[str] = (),
 ):
-    """Writes a model that has learned from the chats (see `warm_up`) to the folder `path`.
+    """Writes a model that has learned the assistant's tokens in the chats to the folder `path`.
 
-    pieces: texts that become one token each."""
+    Each chat is seen once, in order. tools: the functions that an agent loop will show to the model
+    in its prompts. pieces: texts that become one token each."""
     model, tokenizer = init_model(path, pieces=pieces)
-    warm_up(model, tokenizer, chats, tools, batch_size)
+    batch = tokenizer.apply_chat_template(
+        chats,
+        tools=[get_json_schema(tool) for tool in tools] or None,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+        return_tensors="pt",
+        # With padding at the end, causal attention needs no mask.
+        padding=True,
+        padding_side="right",
+    )
+    lengths = batch["attention_mask"].sum(1)
+    mask = torch.as_tensor(batch["assistant_masks"])
+    imitate(model, batch["input_ids"], lengths, mask, batch_size)
     model.eval().save_pretrained(path)
 
 
@@ -253,9 +243,7 @@ def build_from_demonstrations(
     task,
     rows: list[dict],
     pieces: Sequence[str] = (),
-    agent: str | None = None,
     batch_size: int = 32,
-    lr: float = 3e-3,
 ):
     """Writes a model that has learned the rows' demonstrations to the folder `path`.
 
@@ -263,17 +251,17 @@ def build_from_demonstrations(
     with a column `demonstration`. Each is played once, in order, by its own agent loop, with the
     task's tools and simulated users, so the model sees exactly the tokens of a run. pieces: texts
     that become one token each; the task's system prompt and the beginnings of its tools' calls
-    always do. agent: as --agent.
+    always do.
 
     Raises BadInput for a row that has no demonstration, or one that can't be played."""
     system = getattr(task, "SYSTEM_PROMPT", None)
     rows = load_rows(SimpleNamespace(load=lambda split: rows, SYSTEM_PROMPT=system), "train")
     model, tokenizer = init_model(path, pieces=[*common_pieces(task), *pieces])
-    sequences = asyncio.run(play_all(rows, task, tokenizer, agent))
+    sequences = asyncio.run(play_all(rows, task, tokenizer))
     lengths = torch.tensor([len(ids) for ids, _ in sequences])
     ids = pad_sequence([torch.tensor(ids) for ids, _ in sequences], batch_first=True)
     mask = pad_sequence([torch.tensor(mask) for _, mask in sequences], batch_first=True)
-    imitate(model, ids, lengths, mask, batch_size, lr)
+    imitate(model, ids, lengths, mask, batch_size)
     model.eval().save_pretrained(path)
 
 
@@ -288,20 +276,20 @@ def common_pieces(task) -> list[str]:
     return pieces
 
 
-async def play_all(rows: list[dict], task, tokenizer, agent: str | None) -> list[tuple]:
+async def play_all(rows: list[dict], task, tokenizer) -> list[tuple]:
     """Returns the sequences that `play` returns, of all rows in order."""
     sequences = []
     for row in told(rows, "playing the demonstrations"):
-        sequences += await play(row, task, tokenizer, agent)
+        sequences += await play(row, task, tokenizer)
     return sequences
 
 
-async def play(row: dict, task, tokenizer, agent: str | None = None) -> list[tuple]:
+async def play(row: dict, task, tokenizer) -> list[tuple]:
     """Plays a row's demonstration in its loop; returns (token ids, mask) of each output.
 
     Raises BadInput if the loop makes no output, or does not use the whole demonstration."""
     window = tokenizer.model_max_length
-    args = LoopArgs(agent, window, window, max_assistant_turns=0)
+    args = LoopArgs(max_response_tokens=window, max_model_len=window, max_assistant_turns=0)
     turns = list(row.get("demonstration") or ())
     loop = agent_loop_class(row, task, args)(None, tokenizer, None, task, args)
     loop.engine = Demonstration(turns, loop, {tokenizer.eos_token_id})

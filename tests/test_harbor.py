@@ -1,16 +1,15 @@
 """examples/harbor.py: a task in Harbor's format, with a folder in place of its container."""
 
 import asyncio
-import contextlib
 import shutil
 
 import pytest
 from conftest import HANGS, REPO, time_passes
 from test_agent_loop import call
-from test_example_outputs import play
+from test_example_tasks import play
 
 import data
-from agent_loop import BadInput, in_time, total_reward
+from agent_loop import BadInput, total_reward
 
 CONFIG = """
 version = "1.0"
@@ -52,7 +51,10 @@ def harbor(tmp_path, monkeypatch):
 
     async def docker(verb, *words, seconds=60.0):
         task.asked.append([verb, *words])
-        if verb == "run":
+        if verb == "build":
+            time_passes(2 * HANGS)  # which does not count
+        elif verb == "run":
+            assert task.CONTAINERS is None or task.CONTAINERS.locked()
             (root / "app").mkdir(parents=True)
         elif verb == "cp":
             source = words[0].removesuffix("/.")
@@ -73,6 +75,7 @@ def harbor(tmp_path, monkeypatch):
 
     task.real_docker = task.docker
     task.docker = docker
+    task.CONTAINERS = asyncio.Semaphore(1)
     return task
 
 
@@ -80,19 +83,7 @@ def harbor(tmp_path, monkeypatch):
     (TEST, {"reward": 1.0}),
     (PARTS, {"reward": 0.5, "speed": 2}),
 ])  # fmt: skip
-def test_a_rollout_in_a_container(harbor, tmp_path, tokenizer, test, rewards, monkeypatch):
-    @contextlib.asynccontextmanager
-    async def queue():
-        time_passes(2 * HANGS)
-        await asyncio.sleep(0.1)
-        yield
-
-    def rollout(loop, sampling_params, **row):
-        return in_time("rollout", HANGS, run(loop, sampling_params, **row))
-
-    run = harbor.HarborLoop.run
-    monkeypatch.setattr(harbor.HarborLoop, "run", rollout)
-    monkeypatch.setattr(harbor, "CONTAINERS", queue())
+def test_a_rollout_in_a_container(harbor, tmp_path, tokenizer, test, rewards):
     write_task(tmp_path / "tasks/hello", test=test)
     (row,) = data.load_rows(harbor, "train")
     # What a policy could leave behind to be paid for does not count.

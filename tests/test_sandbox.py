@@ -26,51 +26,36 @@ from data import load_task
 from examples import sandbox
 from examples.sandbox import NotIsolated, Result, run_python
 
+WITHOUT_NAMESPACES = sandbox.SUPERVISOR.replace("LIBC.unshare(", "(lambda _: -1)(")
+
 
 def run(code: str, **limits) -> Result:
-    return asyncio.run(run_python(textwrap.dedent(code), **{"timeout": HANGS} | limits))
+    return asyncio.run(run_python(textwrap.dedent(code), HANGS, **limits))
 
 
-def both(code: str, **limits) -> list[Result]:
-    """The same program twice: with what the host allows of namespaces and users, and without."""
-    return asyncio.run(both_of(code, **limits))
+def run_late(code: str, **limits) -> Result:
+    """Runs an endless program, whose time is up when it has made a file called "there"."""
 
-
-async def both_of(code: str, **limits) -> list[Result]:
-    code = textwrap.dedent(code)
-    runs = (run_python(code, HANGS, isolate=isolate, **limits) for isolate in (True, False))
-    return await asyncio.gather(*runs)
-
-
-def both_late(code: str, **limits) -> list[Result]:
-    """`both` for endless programs: their time is up when they have made a file called "there"."""
-
-    async def runs():
-        results = asyncio.create_task(both_of(code, **limits))
-        await there(2)
+    async def late():
+        result = asyncio.create_task(run_python(textwrap.dedent(code), HANGS, **limits))
+        await there()
         time_passes()
-        return await results
+        return await result
 
-    return asyncio.run(runs())
+    return asyncio.run(late())
 
 
-async def there(n: int) -> None:
-    """Waits until so many programs have made that file."""
-    while len(set(map(made, processes_in())) - {None}) < n:
+async def there() -> None:
+    """Waits until a program has made that file."""
+    while not any(os.path.exists(f"/proc/{pid}/cwd/there") for pid in processes_in()):
         await asyncio.sleep(0.02)
 
 
-def made(pid: int) -> tuple | None:
-    """The file called "there" in a process's folder, if there is one."""
-    with contextlib.suppress(OSError):
-        stat = os.stat(f"/proc/{pid}/cwd/there")
-        return stat.st_dev, stat.st_ino
-
-
-@pytest.fixture(scope="module")
-def host() -> Result:
-    """What this host allows, as the sandbox itself reports it."""
-    return run("")
+@pytest.fixture(params=["namespaces", "no namespaces"])
+def host(request, monkeypatch):
+    """What this host allows, and a host that allows no namespaces."""
+    if request.param == "no namespaces":
+        monkeypatch.setattr(sandbox, "SUPERVISOR", WITHOUT_NAMESPACES)
 
 
 @pytest.fixture(autouse=True)
@@ -95,38 +80,46 @@ SEEN: set[int] = set()
 def processes_in() -> list[int]:
     """Living processes of sandboxes: descendants of this process, now or at an earlier look."""
     SEEN.update(process.pid for process in psutil.Process().children(recursive=True))
-    return sorted(pid for pid in SEEN if alive(pid) and of_a_sandbox(pid))
-
-
-def of_a_sandbox(pid: int) -> bool:
-    """Whether the command line is that of a supervisor, an init or a program."""
-    with contextlib.suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return b"supervise()" in command or command.endswith(b"\0main.py\0")
-    return False
+    return list(filter(alive, SEEN))
 
 
 def alive(pid: int) -> bool:
-    """Whether a process exists, and is no zombie."""
+    """Whether this is a supervisor, an init or a program, and no zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        command = psutil.Process(pid).cmdline()
+        return "main.py" in command or "supervise()" in " ".join(command)
     return False
 
 
 # ---------------------------------------------------------------- what a program gets, and limits
 
+NOTHING_OF_OURS = """'' /sandbox /sandbox ['main.py']
+['0', '1', '2', '3']
+CUDA_VISIBLE_DEVICES HOME LANG MALLOC_ARENA_MAX OMP_NUM_THREADS OPENBLAS_NUM_THREADS \
+PATH PYTHONHASHSEED TMPDIR
+"""
 # A program, its limits, and the fields of its result. stderr: its end.
 PROGRAMS = {
     "output": (
         "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)",
         {},
-        dict(stdout="out\n", stderr="err\n", returncode=3, timed_out=False, truncated=False),
+        dict(stdout="out\n", stderr="err\n", returncode=3, timed_out=False),
+    ),
+    "stdin, environment and descriptors": (
+        """
+        import os, sys
+        print(repr(sys.stdin.read()), os.environ["HOME"], os.getcwd(), os.listdir())
+        print(sorted(os.listdir("/proc/self/fd")))  # the fourth is the one that lists
+        print(*sorted(os.environ))
+        """,
+        {},
+        dict(stdout=NOTHING_OF_OURS),
     ),
     "a signal": ("import os; os.abort()", {}, dict(returncode=-signal.SIGABRT)),
     "a long output": (
         "print('first', 'x' * 1_000_000, 'last')",
         dict(max_output=20),
-        dict(stdout="first xxxx\n...\nxxxx last\n", truncated=True, returncode=0),
+        dict(stdout="first xxxx\n...\nxxxx last\n", returncode=0),
     ),
     "CPU time": ("while True: pass", dict(cpu_s=1), dict(returncode=-signal.SIGXCPU)),
     "memory": (
@@ -144,7 +137,25 @@ PROGRAMS = {
         time.sleep(3600)
         """,
         {},
-        dict(out_of_memory=True, returncode=-signal.SIGKILL, stderr="more than 256 MB\n"),
+        dict(returncode=-signal.SIGKILL, timed_out=False, stderr="more than 256 MB\n"),
+    ),
+    "memory outside of processes": (
+        """
+        import ctypes, os, socket
+        libc = ctypes.CDLL(None, use_errno=True)
+        print(libc.memfd_create(b"x", 0), ctypes.get_errno())
+        print(libc.shmget(0, 1 << 20, 0o1600), ctypes.get_errno())
+        print(libc.unshare(0x10000000), ctypes.get_errno())  # where it could mount more
+        end, other = socket.socketpair()
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        """,
+        {},
+        dict(stdout=3 * "-1 1\n", stderr="[Errno 1] Operation not permitted\n"),
+    ),
+    "a way to the hypervisor": (
+        "import socket; socket.socket(socket.AF_VSOCK)",
+        {},
+        dict(stderr="[Errno 1] Operation not permitted\n"),
     ),
     "file size": (
         """
@@ -177,47 +188,16 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("code, limits, expected", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program(code, limits, expected):
-    for result in both(code, **limits):
-        for name, value in expected.items():
-            found = getattr(result, name)
-            assert found == value or name == "stderr" and found.endswith(value), (name, result)
+def test_a_program(host, code, limits, expected):
+    result = run(code, **limits)
+    for name, value in expected.items():
+        found = getattr(result, name)
+        assert found == value or name == "stderr" and found.endswith(value), (name, result)
     wait_for(lambda: processes_in() == [])
 
 
-def test_stdin_and_environment(monkeypatch):
-    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    for result in both("""
-        import os, sys
-        print(repr(sys.stdin.read()))
-        print(sorted(os.environ), os.environ["HOME"], os.getcwd(), os.listdir())
-        print(sorted(os.listdir("/proc/self/fd")))  # the fourth is the one that lists
-    """):
-        read, environment, descriptors = result.stdout.splitlines()
-        assert read == "''" and result.returncode == 0
-        assert environment.startswith("['CUDA_VISIBLE_DEVICES', 'HOME', 'LANG', ")
-        assert environment.endswith("/sandbox /sandbox ['main.py']")
-        assert descriptors == "['0', '1', '2', '3']"
-        assert "SECRET" not in environment and "hunter2" not in environment
-
-
-def test_it_does_not_run_as_root(host):
-    if not host.own_user:
-        pytest.skip("we are not root, or nobody else can read Python")
-    result = run("""
-        import os
-        print(os.getuid() > 60000, os.geteuid() > 60000, os.getgid() > 60000, os.getgroups())
-        open("mine", "w").write("x")
-        open("/etc/passwd", "a")
-    """)
-    assert result.stdout == "True True True []\n"
-    assert "PermissionError: [Errno 13] Permission denied: '/etc/passwd'" in result.stderr
-
-
-def test_it_sees_no_files_but_pythons_and_its_own(host, folders):
+def test_it_sees_no_files_but_pythons_and_its_own_and_is_not_root(folders):
     """Nor does it leave any in a folder that others share."""
-    if not host.own_files:
-        pytest.skip("this host does not allow mount namespaces")
     secret = folders / "secret"
     secret.write_text("hunter2")
     secret.chmod(0o644)
@@ -230,26 +210,29 @@ def test_it_sees_no_files_but_pythons_and_its_own(host, folders):
                 print(type(error).__name__)
         for folder in "/tmp", "/dev/shm", os.getcwd():
             open(f"{{folder}}/flatrl-left-behind", "w").write("x")
+        print(0 in (os.getuid(), os.geteuid(), os.getgid(), *os.getgroups()))
+        open("/usr/flatrl-left-behind", "w")
     """)
     secret.unlink()
-    assert result.returncode == 0 and result.own_files, result.stderr
-    lines = result.stdout.splitlines()
-    assert lines[:3] == ["FileNotFoundError"] * 3
-    assert lines[3] in ("PermissionError", "FileNotFoundError") and len(lines) == 4
+    if not result.isolated:
+        pytest.skip("this host does not let programs be isolated")
+    *seen, environ, is_root = result.stdout.splitlines()
+    assert seen == ["FileNotFoundError"] * 3
+    assert environ in ("PermissionError", "FileNotFoundError")
+    assert is_root == "False"
+    assert "Read-only file system: '/usr/flatrl-left-behind'" in result.stderr
     for folder in "/tmp", "/dev/shm":
         assert not Path(folder, "flatrl-left-behind").exists()
 
 
 def test_a_host_that_cannot_isolate_is_refused_unless_told_to_go_on(monkeypatch):
-    supervisor = sandbox.SUPERVISOR.replace("LIBC.unshare(", "(lambda _: -1)(")
-    monkeypatch.setattr(sandbox, "SUPERVISOR", supervisor)
+    monkeypatch.setattr(sandbox, "SUPERVISOR", WITHOUT_NAMESPACES)
     result = run("print(1)")  # conftest.py has set the variable
-    assert (result.stdout, result.no_network, result.own_files) == ("1\n", False, False)
+    assert (result.stdout, result.isolated) == ("1\n", False)
     monkeypatch.delenv("SANDBOX_UNISOLATED")
     with pytest.raises(NotIsolated, match="namespaces are not allowed.*SANDBOX_UNISOLATED=1"):
         run("open('/dev/shm/flatrl-ran', 'w')")
     assert not Path("/dev/shm/flatrl-ran").exists()
-    assert run("print(1)", isolate=False).stdout == "1\n"
     with pytest.raises(BadInput, match="retool.py: this host does not let programs be isolated"):
         load_task(str(REPO / "examples/retool.py"))
 
@@ -257,121 +240,111 @@ def test_a_host_that_cannot_isolate_is_refused_unless_told_to_go_on(monkeypatch)
 def test_no_network(host):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = ("127.0.0.1", server.getsockname()[1])
-        code = f"import socket; socket.create_connection({address}); print('in')"
-        isolated, plain = both(code)
-    assert plain.stdout == "in\n" and plain.no_network is False  # nothing else is claimed
-    if not host.no_network:
-        pytest.skip("this host does not allow network namespaces")
-    assert isolated.no_network is True and isolated.stdout == ""
-    assert "OSError: [Errno 101] Network is unreachable" in isolated.stderr
+        result = run(f"import socket; socket.create_connection({address}); print('in')")
+    if result.isolated:
+        assert "OSError: [Errno 101] Network is unreachable" in result.stderr
+    else:
+        assert result.stdout == "in\n"  # so isolation was not claimed
+
+
+def test_the_buffers_of_sockets_count_as_memory():
+    result = run("""
+        import os, socket, time
+        for _ in range(3):
+            os.fork()
+        kept = [socket.socketpair() for _ in range(120)]
+        time.sleep(10)
+    """)
+    assert result.stderr.endswith("more than 256 MB\n") == result.isolated
 
 
 def test_number_of_processes(host):
-    if os.geteuid() == 0 and not host.own_user:
-        pytest.skip("the kernel does not limit root's processes")
     code = """
         import os, time
         for i in range(200):
-            print(i, flush=True)
+            print(i, os.getuid(), flush=True)
             if os.fork() == 0:
                 time.sleep(3600)
     """
     result = run(code, max_processes=10)
+    n, user = map(int, result.stdout.split("\n")[-2].split())
+    if user == 0:
+        pytest.skip("nobody else can read Python, and the kernel does not limit root's processes")
     assert result.stderr.endswith("BlockingIOError: [Errno 11] Resource temporarily unavailable\n")
-    if host.own_user:  # else our user's other processes may count too
-        assert result.stdout.endswith("\n9\n")  # the tenth is the program itself
-
-
-def test_printing_for_ever_costs_no_memory_and_ends_at_the_deadline():
-    code = """
-        for n in range(10**9):
-            print("spam" * 1000)
-            if n == 100:  # more than fits into a pipe
-                open("there", "x")
-    """
-    for result in both_late(code, max_output=1000):
-        assert result.timed_out and result.truncated and result.returncode == -signal.SIGKILL
-        assert len(result.stdout) == 1000 + len("\n...\n")
-        assert result.stdout.startswith("spamspam")  # what it had printed is not lost
+    if os.geteuid() == 0:  # else our user's other processes may count too
+        assert n == 9  # the tenth is the program itself
 
 
 # ---------------------------------------------------------------- nothing is left
 
 CHILDREN = """
-    import os, signal, sys, time
+import os, signal, time
 
-    ready, say = os.pipe()
+ready, say = os.pipe()
 
-    def outlive(how):
-        if os.fork() == 0:
-            if how != "child":
-                os.setsid()
-            if how == "orphan" and os.fork():
-                os._exit(0)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            print(how, os.readlink("/proc/self"), flush=True)  # its output stays open
-            os.write(say, b"1")
-            time.sleep(3600)
+def outlive(how):
+    if os.fork() == 0:
+        if how != "child":
+            os.setsid()
+        if how == "orphan" and os.fork():
+            os._exit(0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(how, os.readlink("/proc/self"), flush=True)  # its output stays open
+        os.write(say, b"1")
+        time.sleep(3600)
 
-    for how in ("child", "session", "orphan"):
-        outlive(how)
-        os.read(ready, 1)
+for how in ("child", "session", "orphan"):
+    outlive(how)
+    os.read(ready, 1)
 """
 
 
-def children(result: Result) -> list[int]:
-    """Their PIDs on the host: without a namespace those that they print."""
-    pids = {how: int(pid) for how, pid in re.findall(r"(\w+) (\d+)", result.stdout)}
-    assert sorted(pids) == ["child", "orphan", "session"], result
-    return processes_in() if result.no_network else list(pids.values())
-
-
-@pytest.mark.parametrize("end, run_it", [
-    ("os._exit(7)", both),
-    ("open('there', 'x'); time.sleep(3600)", both_late),
+@pytest.mark.parametrize("end, run_it, returncode", [
+    ("os._exit(7)", run, 7),
+    ("open('there', 'x'); time.sleep(3600)", run_late, -signal.SIGKILL),
 ])  # fmt: skip
-def test_children_do_not_outlive_the_program_or_its_deadline(end, run_it):
-    for result in run_it(textwrap.dedent(CHILDREN) + end):
-        assert result.timed_out == (run_it is both_late)
-        assert result.returncode == (-signal.SIGKILL if result.timed_out else 7)
-        assert not any(map(alive, children(result)))
+def test_children_do_not_outlive_the_program_or_its_deadline(host, end, run_it, returncode):
+    result = run_it(CHILDREN + end)
+    assert (result.returncode, result.timed_out) == (returncode, run_it is run_late)
+    pids = [int(pid) for pid in re.findall(r"\w+ (\d+)", result.stdout)]
+    assert len(pids) == 3
+    if result.isolated:  # they are numbers of another namespace
+        pids = processes_in()
+    assert not any(map(alive, pids))
 
 
-def test_cancellation_kills_and_tidies_up():
+def test_cancellation_kills_and_tidies_up(host):
     async def cancelled():
-        tasks = []
-        for isolate in (True, False):
-            code = textwrap.dedent(CHILDREN) + "time.sleep(3600)"
-            tasks.append(asyncio.create_task(run_python(code, HANGS, isolate=isolate)))
-        # For each: supervisor, init, the program and its three children.
-        while len(pids := processes_in()) < 12:
+        running = asyncio.create_task(run_python(CHILDREN + "time.sleep(3600)", HANGS))
+        # Supervisor, init, the program and its three children.
+        while len(pids := processes_in()) < 6:
             await asyncio.sleep(0.05)
-        tasks.append(asyncio.create_task(run_python("while True: pass", HANGS)))
-        await asyncio.sleep(0.001)  # at its start
-        for task in tasks:
+        starting = asyncio.create_task(run_python("while True: pass", HANGS))
+        await asyncio.sleep(0.001)
+        for task in running, starting:
             task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(result) for result in results] == [asyncio.CancelledError] * 3
+        results = await asyncio.gather(running, starting, return_exceptions=True)
+        assert [type(result) for result in results] == [asyncio.CancelledError] * 2
         assert not any(map(alive, pids))
 
     asyncio.run(asyncio.wait_for(cancelled(), HANGS))
     wait_for(lambda: processes_in() == [])
 
 
-def test_the_death_of_this_process_ends_the_program(folders):
-    host = f"""
+def test_the_death_of_this_process_ends_the_program(host, folders):
+    trainer = f"""
 import asyncio, sys, tempfile
 sys.path.insert(0, {str(REPO)!r})
-from examples.sandbox import run_python
+from examples import sandbox
+sandbox.SUPERVISOR = {sandbox.SUPERVISOR!r}
 tempfile.tempdir = {str(folders)!r}
-async def main():
-    code = "import time; time.sleep(3600)"
-    await asyncio.gather(*(run_python(code, 3600, isolate=isolate) for isolate in (0, 1)))
-asyncio.run(main())
+asyncio.run(sandbox.run_python("import time; time.sleep(3600)", 3600))
 """
-    with subprocess.Popen([sys.executable, "-c", host]) as process:
+    with subprocess.Popen(sys.executable, stdin=subprocess.PIPE, text=True) as process:
         try:
-            wait_for(lambda: len(processes_in()) == 6)
+            process.stdin.write(trainer)
+            process.stdin.close()
+            wait_for(lambda: len(processes_in()) == 3)
         finally:
             process.kill()
     wait_for(lambda: processes_in() == [])
@@ -379,13 +352,12 @@ asyncio.run(main())
 
 
 def test_a_tools_deadline_does_not_run_while_it_waits_for_a_slot(monkeypatch):
-    monkeypatch.setattr(sandbox, "SLOTS_PER_CPU", 1)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(sandbox, "SLOTS", asyncio.Semaphore(1))
 
     async def two():
         endless = "open('there', 'x')\nwhile True: pass"
         first = asyncio.create_task(run_python(endless, 4 * HANGS))
-        await there(1)
+        await there()
         waiting = in_time("second", HANGS, run_python("print('second')", HANGS))
         second = asyncio.create_task(waiting)
         await asyncio.sleep(0.1)
@@ -416,12 +388,12 @@ def test_retool_tells_what_a_program_printed_and_how_it_failed(monkeypatch):
     assert tell("x = 1").text == "(nothing printed)"
 
     async def hangs(*args, **limits):
-        return Result("so far\n", "", timed_out=True, truncated=False)
+        return Result("so far\n", "", timed_out=True)
 
     monkeypatch.setattr(retool, "run_python", hangs)
     late = tell("while True: pass")
     assert late.text == "so far\nError: the program took longer than 5 seconds"
-    assert late.metrics == {"failed": False, "timeouts": True, "networked": True}
+    assert late.metrics == {"failed": False, "timeouts": True, "unisolated": True}
 
 
 @pytest.mark.parametrize("text, truth, reward", [
@@ -429,7 +401,6 @@ def test_retool_tells_what_a_program_printed_and_how_it_failed(monkeypatch):
     ("We add.\nAnswer: $\\boxed{34}$.", "34", 1.0),
     ("<answer>34</answer><answer>35</answer>", "34", 0.0),
     ("<answer></answer>", "", 0.0),
-    ("34", "34", 0.0),
 ])  # fmt: skip
 def test_retool_reward(text, truth, reward):
     row = {"reward_model": {"ground_truth": truth}}

@@ -8,22 +8,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from agent_loop import BadInput, Tool
+from agent_loop import BadInput, Tool, function_call
 from data import load_rows
-from examples import calculator, tiny_models, warm_start
+from examples import calculator, tiny_models
 from examples.tiny_models import build_from_demonstrations, common_pieces, make_tokenizer, play
 
 
 def test_the_rows_loop_plays_a_demonstration():
     tokenizer = make_tokenizer(common_pieces(calculator))
     row = calculator.load("train")[0]
-    row["demonstration"] = warm_start.demonstration(row)
+    expression, answer = calculator.expression_of(row), row["reward_model"]["ground_truth"]
+    call = function_call("", "calculator", {"expression": expression})
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    row["demonstration"] = [calling, f"<answer>{answer}</answer>"]
     source = SimpleNamespace(load=lambda split: [row], SYSTEM_PROMPT=calculator.SYSTEM_PROMPT)
     (checked,) = load_rows(source, "train")
     ((ids, mask),) = asyncio.run(play(checked, calculator, tokenizer))
     whole = tokenizer.decode(ids)
     said = tokenizer.decode([token for token, mine in zip(ids, mask, strict=True) if mine])
-    expression, answer = calculator.expression_of(row), row["reward_model"]["ground_truth"]
     assert said.startswith("<tool_call>") and f'"{expression}"' in said
     assert said.endswith(f"</tool_call><|im_end|><answer>{answer}</answer><|im_end|>")
     assert f"<tool_response>\n{answer}\n</tool_response>" in whole  # the tool was run
