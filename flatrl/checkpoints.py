@@ -355,6 +355,8 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
             state_dict.set_optimizer_state_dict(
                 learner.net, learner.optimizer, state[f"{name}_optimizer"]
             )
+            for group in learner.optimizer.param_groups:
+                group |= learner.optimizer.defaults  # by the present flags
 
 
 # ---------------------------------------------------------------- the trained policy

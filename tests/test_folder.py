@@ -86,6 +86,7 @@ def reward(output, row):
     (["checkpoints", "final"], "checkpoints"),
     (["args.json", "metrics.jsonl", "rollouts", ".lock", "notes.jsonl"], None),
     (["args.json", ".lock"], None),  # a start that failed
+    ([".lock"], None),
 ])  # fmt: skip
 def test_only_a_run_is_moved_aside(files, holds, tmp_path, process_group, capsys):
     folder = tmp_path / "x"
@@ -419,6 +420,22 @@ def test_a_history_of_other_rows_is_refused(history, sampler, next_prompt, chang
     checkpoints.check_checkpoint({}, Args(), types.SimpleNamespace(sampler=sampler), {})
 
 
+def test_a_changed_rate_takes_effect_under_a_saved_optimiser(tmp_path, process_group):
+    run = make_run(tmp_path, lr=0.1)
+    save(run, 1)
+    other = make_run(tmp_path, lr=0.3)
+    saved = run.learners["policy"]
+    loaded = other.learners["policy"]
+    with torch.no_grad():
+        loaded.net.weight.zero_()
+    parts = ["policy", "policy_optimizer"]
+    checkpoints.load_checkpoint(other, tmp_path / "checkpoints/step_000001", parts)
+    assert loaded.optimizer.param_groups[0]["lr"] == 0.3
+    assert torch.equal(loaded.net.weight, saved.net.weight)
+    averages = [x.optimizer.state[x.net.weight]["exp_avg"] for x in (saved, loaded)]
+    assert torch.equal(*averages)
+
+
 def lose_a_tensor(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -448,6 +465,7 @@ def no_engine(process_group, monkeypatch):
 
 @pytest.mark.parametrize("flag, spoil, message", [
     ("model", lose_an_id, "its tokenizer has more tokens than its config.json has in vocab_size"),
+    ("model", lambda folder: (folder / "config.json").write_text("{"), "config.json"),
     ("model", lambda folder: (folder / "chat_template.jinja").write_text("{{ 1/0 }}"),
      "ZeroDivisionError"),
     ("model", lose_a_tensor, "missing keys ['model.layers.0.mlp.up_proj.weight"),
@@ -456,6 +474,7 @@ def no_engine(process_group, monkeypatch):
      "the tokenizer does not give a prompt back"),
     ("ref_model", lambda folder: (folder / "model.safetensors").unlink(),
      "spoilt can't be loaded for training"),
+    ("ref_model", lambda folder: None, "the engine is built"),
 ])  # fmt: skip
 def test_a_damaged_model_is_refused_before_the_engine_starts(
     flag, spoil, message, tiny_model, tmp_path, no_engine
