@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import torch
 
 from flatrl.bad_input import OURS, is_installed
 from flatrl.tables import prompt_order
@@ -81,6 +82,11 @@ def as_text(value) -> str:
             return f"[{', '.join(map(as_text, value))}]"
         case bytes():
             return hashlib.blake2b(value).hexdigest()
+        case torch.Tensor():
+            of_numpy = (torch.float64, torch.float32, torch.float16)
+            if value.is_floating_point() and value.dtype not in of_numpy:
+                value = value.float()
+            value = value.numpy(force=True)
     if getattr(getattr(value, "dtype", None), "hasobject", False):  # its bytes are addresses
         return as_text(value.tolist())
     if hasattr(value, "tobytes"):

@@ -327,8 +327,8 @@ def name_holder(before: dict[int, float], late: float) -> bool:
 
     before: what `cpu_of_user_threads` returned `late` seconds ago."""
     used = {ident: now - before.get(ident, 0.0) for ident, now in cpu_of_user_threads().items()}
-    ident = max(used, key=used.get)
-    if used[ident] < late / 5:  # the trainer held it, or the process was stopped
+    ident = max(used, key=used.get, default=None)
+    if ident is None or used[ident] < late / 5:  # the trainer held it, or the process was stopped
         return False
     print(
         f"\na tool or a reward held Python's interpreter for {late:.1f} seconds: nothing else ran, "

@@ -70,6 +70,12 @@ def test_a_tool_that_holds_the_interpreter_is_named_once(background, monkeypatch
     assert "held" not in shown()
 
 
+def test_without_a_thread_of_user_code_none_held_the_interpreter(monkeypatch):
+    """At the end of a run there may be none. The watching thread must not raise then."""
+    monkeypatch.setattr(processes, "cpu_of_user_threads", dict)
+    assert not processes.name_holder({}, 2.0)
+
+
 @pytest.fixture
 def stubborn():
     """A coroutine function that never lets itself be cancelled, except at the test's end."""
