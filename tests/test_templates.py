@@ -501,6 +501,11 @@ def test_what_a_template_does_to_its_messages_is_named(said, prompt, warned, tok
         assert chat_template(other).check(PROMPT, [], has_user=False) == []
 
 
+def test_a_rewritten_history_is_warned_of(tokenizer):
+    warning, *_ = template_of("gpt-oss", tokenizer).check(PROMPT, [], has_user=True)
+    assert "rewrites the history at a user's answer" in warning
+
+
 def test_the_date_may_be_fixed(tokenizer):
     template = template_of("gpt-oss", tokenizer)
     assert template.writes_date
