@@ -1,4 +1,4 @@
-"""Chat templates of thirteen models, rebuilt in small, with their special tokens and stop ids.
+"""Chat templates of fourteen models, rebuilt in small, with their special tokens and stop ids.
 
 They raise, trim, drop and rewrite like the originals, and write calls, answers, reasoning and
 dates in the same places. Only the fixed instructions about tools are shorter, and gpt-oss gets
@@ -127,6 +127,9 @@ LLAMA31 = r"""
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
 """
+
+# The same, but the date is today's.
+LLAMA32 = LLAMA31.replace("= '26 Jul 2024'", "= strftime_now('%d %b %Y')")
 
 # Raises unless roles alternate, so there is no tool role. The system prompt becomes part of the
 # first question. Trims contents. Every question begins with BOS. There is no generation prompt.
@@ -384,6 +387,7 @@ FAMILIES = {
     "qwen2.5": Family(QWEN25, IM, IM_STOPS, markup=CALL),
     "qwen3": Family(QWEN3, IM, IM_STOPS, markup=THINK),
     "llama3.1": Family(LLAMA31, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
+    "llama3.2": Family(LLAMA32, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
     "llama2": Family(LLAMA2, "<s> </s>", "</s>", bos="<s>"),
     "mistral0.3": Family(MISTRAL03, MISTRAL3, "</s>", bos="<s>"),
     "gemma2": Family(GEMMA2, GEMMA, "<eos> <end_of_turn>", "<end_of_turn>", bos="<bos>"),

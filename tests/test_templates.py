@@ -1,4 +1,4 @@
-"""Conversations under the chat templates of thirteen models (tests/chat_templates.py).
+"""Conversations under the chat templates of fourteen models (tests/chat_templates.py).
 
 A rollout is what the whole chat is when it is rendered at once; or it forks, where a template
 rewrites the history; or the template is refused before the run.
@@ -156,7 +156,7 @@ def test_what_probe_chats_tell(name, tokenizer):
     if template.call_end is not None:
         assert template.tokenizer.decode([template.call_end]) == of.call_end
     assert template.needs_only_recent
-    assert template.writes_date == (name == "gpt-oss")
+    assert template.writes_date == (name in ("llama3.2", "gpt-oss"))
     said = "chat template does not take a tool's answer: it "
     try_out(template.tokenizer, PROMPT, CALCULATOR, said if name in WITHOUT_TOOLS else None)
     said = "not take this prompt: it raises .*System role not"
@@ -507,11 +507,11 @@ def test_a_rewritten_history_is_warned_of(tokenizer):
 
 
 def test_the_date_may_be_fixed(tokenizer):
-    template = template_of("gpt-oss", tokenizer)
+    template = template_of("llama3.2", tokenizer)
     assert template.writes_date
     date = '{"strftime_now": "26 Jul 2024"}'
     fixed = agent_loop.with_template_variables(template.tokenizer, date)
-    assert "Current date: 26 Jul 2024" in chat_template(fixed, template.stops).text(PROMPT)
+    assert "Today Date: 26 Jul 2024" in chat_template(fixed, template.stops).text(PROMPT)
     assert not chat_template(fixed, template.stops).writes_date
 
 
