@@ -326,11 +326,39 @@ def test_parallel_calls_run_together_and_answer_in_order(play):
     assert_response(output, engine, turn + END, said, "ok" + END)
 
 
+def test_the_sampling_parameters_of_each_turn(tokenizer):
+    """Another stop token than the template's ends a turn, too; the template's then replaces it."""
+    turn = SUM + tokenizer.pad_token
+    sampling = {"stop_token_ids": [tokenizer.pad_token_id], "max_tokens": 50}
+    how = dict(sampling=sampling, max_response_tokens=60)
+    outputs, engine = rollout(tokenizer, (turn, "stop"), ANSWER, **how)
+    said = [tokenizer.decode(output.response_ids) for output in outputs]
+    assert said == [turn, ANSWER + END]
+    assert tokenizer.decode(engine.prompts[1]).endswith(f"{SUM}{END}{tool_turn('2')}")
+    used = len(encode(tokenizer, turn))
+    assert [params["max_tokens"] for params in engine.params] == [50, min(50, 60 - used)]
+
+
+def ask(function: str, n: int = 0) -> str:
+    """Ask.
+
+    Args:
+        function: Whom; a tool's arguments may have any name.
+        n: How often.
+    """
+    return f"asked {function} {n + 1} times"
+
+
+def raw_call(text: str) -> str:
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
 # name: (what the model says, what the tool "notes" answers, what the model reads)
 ERRORS = {
-    "unknown tool": (call("subtract", a=1), None, r"subtract.*notes"),
-    "malformed JSON": ('<tool_call>{"name": "ask", "a', None, "JSON"),
-    "a list": ('<tool_call>{"name": "ask", "arguments": [1]}</tool_call>', None, "be a.*object"),
+    "unknown tool": (call("subtract", a=1), None, r"subtract.*ask"),
+    "malformed JSON": (raw_call('{"name": "ask", "arguments": {"a": 1'), None, "JSON"),
+    "a list": (raw_call('{"name": "ask", "arguments": [1]}'), None, "arguments.*object"),
+    "a missing argument": (call("ask", n=1), None, "ask: missing a required argument: 'function'"),
     "raises": (call("notes"), OSError("the disk is full"), "the disk is full"),
     "exits": (call("notes"), SystemExit(3), r"SystemExit\(3\)"),
     "a timeout of its own": (call("notes"), TimeoutError("no route to host"), "no route"),
@@ -341,7 +369,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("turn, answer, said", ERRORS.values(), ids=ERRORS)
 def test_a_failed_call_is_a_message_and_a_counter(play, turn, answer, said):
-    output, engine = play(turn, "sorry", task=task_of(Notes(answer), Notes(name="ask")))
+    output, engine = play(turn, "sorry", task=task_of(ask, Notes(answer)))
     (content,) = said_by(output, "tool")
     assert re.search(f"^Error: .*{said}", content, re.DOTALL)
     assert_response(output, engine, turn + END, tool_turn(content), "sorry" + END)
@@ -374,11 +402,13 @@ def test_a_call_past_its_deadline(play):
 def test_a_tools_reward_past_its_deadline_is_named(play):
     notes = Notes()
     notes.calc_reward = too_late
-    with pytest.raises(agent_loop.CallTimeoutError, match="^calc_reward of tool 'notes' took"):
+    said = f"^calc_reward of tool 'notes' took longer than {HANGS} seconds$"
+    with pytest.raises(agent_loop.CallTimeoutError, match=said):
         play(call("notes"), "bye", task=task_of(notes), tool_timeout=HANGS)
 
 
 @pytest.mark.parametrize("text, limit, side, said", [
+    ("0123456789", 10, "middle", "0123456789"),  # fits
     ("0123456789" * 2, 9, "middle", "01234...6789"),  # the odd token goes to the front
     ("0123456789" * 2, 10, "left", "0123456789..."),
     ("0123456789" * 2, 10, "right", "...0123456789"),
@@ -738,9 +768,13 @@ def test_what_a_loop_sets_after_the_last_word_goes_to_the_output_that_has_it():
 # ---------------------------------------------------------------- in_time, in_thread
 
 
-def test_an_exception_that_asyncio_refuses_comes_back_from_a_thread():
+@pytest.mark.parametrize("raised, said", [
+    (StopIteration("over"), r"StopIteration\('over'\)"),  # asyncio refuses it
+    (SystemExit(3), r"SystemExit\(3\)"),  # it would end the event loop
+])  # fmt: skip
+def test_in_thread_brings_exceptions_back(raised, said):
     def fail():
-        raise StopIteration("over")
+        raise raised
 
-    with pytest.raises(RuntimeError, match=r"StopIteration\('over'\)"):
+    with pytest.raises(RuntimeError, match=said):
         asyncio.run(asyncio.wait_for(agent_loop.in_thread(fail), HANGS))

@@ -61,6 +61,7 @@ def test_swapped_layers_stop_the_run_on_all_ranks_and_name_the_token(cache, tmp_
     (9e-4, {}, "silent"),
     (1.1e-3, {}, "stops"),
     (float("nan"), {}, "stops"),
+    (0.09, {"dtype": "bfloat16"}, "silent"),
     (0.11, {"dtype": "bfloat16"}, "stops"),
     (0.09, {"engine_args": '{"quantization": "fp8"}'}, "silent"),
     (1.0, {"allow_mismatch": True}, "warns"),

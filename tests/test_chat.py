@@ -5,6 +5,7 @@ that each output can be compared with it, token by token. All runs on one Backgr
 """
 
 import asyncio
+import copy
 import json
 import random
 from contextlib import suppress
@@ -29,7 +30,6 @@ from test_agent_loop import (
     tool_turn,
     user,
     user_turn,
-    with_template,
 )
 
 from agent_loop import AgentLoopOutput, as_tool
@@ -201,15 +201,16 @@ def as_a_framework_sends_it(message) -> dict:
     return message
 
 
-def test_replies_as_clients_send_them_back_continue_and_what_the_agent_made_up_is_given(play):
+@pytest.mark.parametrize("back", [lambda message: message, as_a_framework_sends_it])
+def test_replies_as_clients_send_them_back_continue_and_what_the_agent_made_up_is_given(play, back):
     made_up = {"role": "assistant", "content": "7"}
 
     async def chat(client, prompt, **row):
         first = await ask(client, *prompt, tools=[CALCULATOR])
         answer = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "2"}
-        history = [*prompt, as_a_framework_sends_it(first), answer]
+        history = [*prompt, back(first), answer]
         second = await ask(client, *history, tools=[CALCULATOR])
-        history += [as_a_framework_sends_it(second), user("Guess"), made_up, user("Sure?")]
+        history += [back(second), user("Guess"), made_up, user("Sure?")]
         await ask(client, *history, tools=[CALCULATOR])
 
     (output,), engine = play(chat, SUM, "é 2", ANSWER)
@@ -249,22 +250,25 @@ def test_a_changed_history_forks(play, tokenizer, changed):
 
 def test_a_template_that_rewrites_history_forks_inside_a_trajectory(play, tokenizer):
     """As Qwen3's, which keeps the last reply as it was and cuts the reasoning of earlier ones."""
+    changing = copy.deepcopy(tokenizer)
     shown = "{{ m.content if m.role == 'user' or loop.last else '(cut)' }}"
-    changing = with_template(tokenizer, f"{{% for m in messages %}}{shown}{END}{{% endfor %}}")
+    changing.chat_template = f"{{% for m in messages %}}{shown}{END}{{% endfor %}}"
 
     async def chat(client, **row):
         first = await ask(client, user("Hi"))
         await ask(client, user("Hi"), first, user("more"))
         return 1.0
 
-    (first, second), engine = play(chat, "one", "two", tokenizer=changing)
-    assert changing.decode(second.prompt_ids) == f"Hi{END}(cut){END}more{END}"
-    assert_output(first, engine, (1, "one" + END))
-    assert_output(second, engine, (2, "two" + END))
-    assert (first.reward, second.reward) == (None, 1.0)
+    outputs, engine = play(chat, "one", "two", tokenizer=changing, row={"prompt": [user("Hi")]})
+    prompts = [changing.decode(output.prompt_ids) for output in outputs]
+    assert prompts == [f"Hi{END}", f"Hi{END}(cut){END}more{END}"]
+    for n, (output, text) in enumerate(zip(outputs, ("one", "two"), strict=True), start=1):
+        assert_output(output, engine, (n, text + END))
+    assert [output.reward for output in outputs] == [None, 1.0]
+    assert [output.metrics.get("forks", 0) for output in outputs] == [0, 1]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_an_agent_does_each_token_is_in_one_output(play, seed):
     """It continues any point of any conversation, alone or in parallel, with any tools."""
     draw = random.Random(seed)
@@ -301,7 +305,7 @@ def test_whatever_an_agent_does_each_token_is_in_one_output(play, seed):
     (dict(max_completion_tokens=20), dict(max_tokens=20)),
     (dict(max_tokens=99, temperature=0.1, seed=7), dict(max_tokens=50)),
     (dict(stop="x"), dict(max_tokens=50, stop=["x"])),
-    (dict(stop=[], max_tokens=None, tool_choice=None, tools=None), dict(max_tokens=50)),
+    (dict(stop=[], max_tokens=None, n=None, tool_choice=None, tools=None), dict(max_tokens=50)),
 ])  # fmt: skip
 def test_max_tokens_and_stop_are_the_agents_and_the_rest_is_the_runs(play, how, expected):
     async def chat(client, prompt, **row):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import conftest
@@ -91,7 +92,16 @@ def test_the_told_outputs_are_those_that_were_graded(tokenizer):
 TOLD_TASK = f"""
 import sys; sys.path.insert(0, {str(REPO / "tests")!r})
 import tiny_task
-from tiny_task import build_model, reward
+from agent_loop import register
+from tiny_task import TwoTurns, build_model, reward
+
+@register("told_turns")
+class ToldTurns(TwoTurns):
+    async def run(self, sampling_params, **row):
+        output = await super().run(sampling_params, **row)
+        if row["index"] % 4 == 2:
+            output.extra["told_prompt_ids"] = [*output.prompt_ids, 7, 8]
+        return output
 
 def load(split):
     rows = enumerate(tiny_task.load(split))
@@ -102,17 +112,18 @@ def load(split):
 def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
     """Advantages are log pi(token | told) - log pi(token), and no reference model is loaded.
 
-    Half of the rows have a hint."""
+    Half of the rows have a hint. The agent loop tells the teacher of others two more tokens."""
     (tmp_path / "told.py").write_text(TOLD_TASK)
     folder = tmp_path / "run"
     flags = ["--algo", "opsd", "--num_steps", "2", "--eval_every", "0", "--max_prompt_tokens", "48"]
+    flags += ["--agent", "told_turns"]
     run(*TINY, "--task", tmp_path / "told.py", *flags, "--output_dir", folder, cache=cache)
     model = hf_model(json.loads((folder / "args.json").read_text())["args"]["model"])
     rollouts, updates = (
         [json.loads(line) for line in (folder / kind / "step_000001.jsonl").open()]
         for kind in ("rollouts", "learned")
     )
-    n_told = 0
+    told_by = Counter()
     for line, update in zip(rollouts, updates, strict=True):
         sampled = torch.tensor(line["response_mask"]).bool()
         told = line["extra"].get("told_prompt_ids", line["prompt_ids"])
@@ -124,8 +135,9 @@ def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
         torch.testing.assert_close(advantage, hinted - plain, atol=2e-5, rtol=0)
         is_told = "told_prompt_ids" in line["extra"]
         assert is_told == bool(advantage.abs().max() > 1e-4)
-        n_told += is_told
-    assert 0 < n_told < len(rollouts)
+        if is_told:
+            told_by["loop" if told[-2:] == [7, 8] else "hint"] += 1
+    assert min(told_by["loop"], told_by["hint"]) > 0 and told_by.total() < len(rollouts)
     # Another teacher is told nothing.
     replayed, _ = read_rollouts(folder / "rollouts/step_000001.jsonl", 10**6)
     assert len(replayed) == len(rollouts) and "told" not in data.collate(replayed)

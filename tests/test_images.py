@@ -235,6 +235,8 @@ def test_gradients_are_those_of_transformers(args, processor):
     ]
     batch = data.collate(outputs, processor.image_token_id)
     whole = gradients(policy, batch, [[0, 1, 2, 3]])
+    for name, gradient in gradients(policy, batch, [[3, 1], [0, 2]]).items():
+        assert torch.allclose(gradient, whole[name], atol=1e-4, rtol=1e-3), name
     visual = [gradient for name, gradient in whole.items() if "visual" in name]
     assert visual and all(gradient.any() for gradient in visual)
 
@@ -357,6 +359,14 @@ def test_the_engine_gets_a_placeholder_an_image_and_the_trainer_all(play, proces
     assert decode(output.response_ids[start:end]) == "here"
     assert output.messages[2]["content"] == [{"type": "text", "text": "here"}, {"type": "image"}]
     json.dumps(output.messages)  # no image in them
+
+
+def test_a_tools_words_are_never_taken_for_an_image(play, processor):
+    said = f"<|image{PLACE}_pad|> {PLACE}"
+    output, engine = play(row_with(), CALL, "red", tool=show(said))
+    assert output.messages[2]["content"] == said and output.images == []
+    assert said in processor.tokenizer.decode(engine.prompts[1])
+    assert processor.image_token_id not in engine.prompts[1]
 
 
 @pytest.mark.parametrize("images, seeing, said", [
@@ -506,15 +516,18 @@ def test_the_examples_rows_and_rewards(play, args, processor):
     assert (len(rows), len(val), len(asked)) == (960, 64, 1024)
     assert rows_of(args, processor, vision) == rows
     row = rows[0]
+    cell = row["extra_info"]["cell"]
     truth = row["reward_model"]["ground_truth"]
-    look = call("zoom", cell=row["extra_info"]["cell"])
+    wrong = next(colour for colour in vision.COLOURS if colour != truth)
+    call = '<tool_call>\n{"name": "zoom", "arguments": {"cell": %s}}\n</tool_call>'
     zoom = vision.TOOLS[0]
-    output, _ = play(row, look, call("zoom", cell=5), f"<answer>{truth}</answer>", tool=zoom)
+    output, _ = play(row, call % cell, call % 5, f"<answer>{truth}</answer>", tool=zoom)
     answers = [m["content"] for m in output.messages if m["role"] == "tool"]
     assert answers == [[{"type": "image"}], "Error: cell must be 1, 2, 3 or 4"]
     assert output.images[1].getpixel((0, 0)) == vision.COLOURS[truth]
-    wrong, _ = play(row, "<answer>pink</answer>", tool=zoom)
-    assert [vision.reward(each, row) for each in (output, wrong)] == [1.0, 0.0]
+    assert vision.reward(output, row) == 1.0 and len(output.images) == 2
+    output, _ = play(row, f"<answer>{wrong}</answer>", tool=zoom)
+    assert vision.reward(output, row) == 0.0
 
 
 # ---------------------------------------------------------------- whole runs

@@ -98,6 +98,7 @@ NO_TOOLS = {"task": task_of(), "agent": "tool_agent"}
 # name -> lines of the engine, settings, parts of the response, stop reason, metric
 CUT_TURNS = {
     "after a call": ([SUM, LONG, ANSWER], {}, [*CALLED, "abcdef", cut(6), DONE], "stop", 1),
+    "twice": ([LONG, LONG, "ok"], {}, ["abcdef", cut(6)] * 2 + ["ok" + END], "stop", 2),
     "a call in it": ([SUM + LONG, ANSWER], {}, [SUM + "a", cut(6), DONE], "stop", 1),
     "without tools": ([LONG, "ok"], NO_TOOLS, ["abcdef", cut(6, ""), "ok" + END], "stop", 1),
     "by the other limit": (
@@ -139,9 +140,12 @@ ONE_TURN = {"max_assistant_turns": 1}
 
 # name -> lines of the engine, settings, parts of the response, stop reason, metric
 FINAL_ANSWERS = {
-    "calls are not executed": (
-        [SUM * 2, SUM], ONE_TURN,
-        [SUM * 2 + END, tool_turn(REQUEST, REQUEST), SUM + END], "stop", 1,
+    "another call is not executed": (
+        [SUM, SUM], ONE_TURN, [SUM + END, ASKED_TOOL, SUM + END], "stop", 1,
+    ),
+    "two calls": (
+        [SUM * 2, "a"], ONE_TURN,
+        [SUM * 2 + END, tool_turn(REQUEST, REQUEST), "a" + END], "stop", 1,
     ),
     "the window ends a turn, and the answer": (
         [LONG, LONG], {"max_model_len": 25 + 17}, ["abcde", ASKED_USER, LONG[:8]], "length", 1,
@@ -151,6 +155,9 @@ FINAL_ANSWERS = {
     ),
     "no room for the request": (
         [LONG], {"max_response_tokens": 17, "final_answer_tokens": 12}, ["abcde"], "length", 1,
+    ),
+    "nothing but the kept tokens": (
+        [LONG * 3], {"max_model_len": 20 + 17}, [(LONG * 3)[:20]], "length", 1,
     ),
     "after a turn that was cut": (
         [LONG, "a"], ONE_TURN | {"max_turn_tokens": 4}, ["abcd", ASKED_USER, "a" + END], "stop", 1,
@@ -206,11 +213,12 @@ FIRST = [OPENING, *ASKED_NOTES, NOTES + END]
 
 # name -> lines of the engine, settings, prompt and parts of each output, stop reason, compactions
 COMPACTIONS = {
+    "at so many tokens": ([SUM, NOTES, ANSWER], {}, [FIRST, [after(NOTES), DONE]], "stop", 1),
+    "not below": ([SUM, ANSWER], {"compact_at": 25}, [[OPENING, *CALLS, DONE]], "stop", 0),
     "twice": (
         [SUM, NOTES, SUM, "Two.", ANSWER], {},
         [FIRST, [after(NOTES), *ASKED_NOTES, "Two." + END], [after("Two."), DONE]], "stop", 2,
     ),
-    "not below": ([SUM, ANSWER], {"compact_at": 25}, [[OPENING, *CALLS, DONE]], "stop", 0),
     "at three quarters of the window": (
         [SUM] * 6 + [NOTES, ANSWER], {"compact_at": 0, "max_model_len": 132},
         [[OPENING, *CALLS * 5, *ASKED_NOTES, NOTES + END], [after(NOTES), DONE]], "stop", 1,

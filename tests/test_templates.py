@@ -357,21 +357,34 @@ def test_reasoning_is_turned_off_in_every_rendering(qwen3):
         filter_overlong(rows, qwen3, CALCULATOR, args)
 
 
-def test_a_call_in_a_block_that_the_prompt_opened_is_not_made(tokenizer):
+@pytest.mark.parametrize("said, reasoning, content", [
+    (SUM, SUM, ""),  # the prompt has opened it, and it is never closed
+    (f"hm</think>{SUM}", "hm", SUM),  # the template shows no calls, so they stay in the text
+    (f"hm</think>now <think>{SUM}", f"hm{SUM}", "now "),  # opened again
+    (f"a</think>b<think>c</think>{SUM}", "a</think>b<think>c", SUM),  # the last one counts
+])  # fmt: skip
+def test_a_block_that_the_prompt_opened(said, reasoning, content, tokenizer):
     other = chat_templates.tokenizer_for("deepseek-r1", tokenizer)
-    lines = [(said + other.eos_token, "stop") for said in (f"{SUM}</think>{SUM}", ANSWER)]
+    n_calls = int(content == SUM)
+    words = [said, f"</think>{ANSWER}"][: 1 + n_calls]
+    lines = [(each + other.eos_token, "stop") for each in words]
     outputs, engine = play(other, CALCULATOR, {}, [], *lines)
+    output = outputs[-1]
+    assert len(outputs) == len(lines)  # the template leaves out what was thought: a fork
     assert other.decode(engine.prompts[0]).endswith("<think>\n")
-    assert len(outputs) == 2  # the template leaves out what was thought: a fork
-    assert outputs[1].metrics["tool_calls"] == 1
-    # The template shows no calls, so they stay in the text.
-    said = {"role": "assistant", "reasoning_content": SUM, "content": SUM}
-    assert outputs[1].messages[1] == said
+    message = output.messages[1]
+    assert (message["reasoning_content"], message["content"]) == (reasoning, content)
+    assert output.metrics["tool_calls"] == n_calls
+    assert "tool_calls" not in message
+    if n_calls:
+        assert output.messages[-1]["content"] == ANSWER
+        assert output.messages[-1]["reasoning_content"] == ""
 
 
-def test_arguments_whose_keys_become_equal_all_stay(tokenizer):
+@pytest.mark.parametrize("keys", [["a.b", "a|b"], ["a", "a\ufdd0"]])
+def test_arguments_whose_keys_become_equal_all_stay(keys, tokenizer):
     """GLM's template has control tokens at each."""
-    function = {"name": "f", "arguments": {"a.b": 1, "a|b": 2}}
+    function = {"name": "f", "arguments": {key: n for n, key in enumerate(keys)}}
     calls = [{"type": "function", "id": "0", "function": function}]
     chat = [*PROMPT, {"role": "assistant", "content": "", "tool_calls": calls}]
     template = template_of("glm4", tokenizer)
@@ -408,7 +421,7 @@ def test_a_chat_agent_may_turn_reasoning_off_in_a_request(qwen3):
     seen = []
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     history = [*PROMPT, {"role": "assistant", "content": "No"}, *PROMPT]
-    requests = [(PROMPT, {}), (PROMPT, {"extra_body": off}), (history, off)]
+    requests = [(PROMPT, {}), (PROMPT, {"extra_body": off}), (history, off), (history, {})]
 
     class Agent(ChatAgentLoop):
         async def chat(self, client, **row):
@@ -416,20 +429,21 @@ def test_a_chat_agent_may_turn_reasoning_off_in_a_request(qwen3):
                 completion = await client.create(messages=messages, tools=[{}], **how)
                 seen.append(completion.choices[0].message)
 
-    lines = [f"<think>\nhm {SUM}\n</think>\n\nYes", "No", "Sure"]
+    lines = [f"<think>\nhm {SUM}\n</think>\n\nYes", "No", "Sure", "Well"]
     engine = Script(qwen3, lines)
     loop = Agent(engine, qwen3, None, SimpleNamespace(), LoopArgs(max_response_tokens=1000))
     outputs = asyncio.run(loop.run({}, **ROW))
     assert (seen[0].reasoning_content, seen[0].content) == (f"\nhm {SUM}\n", "\n\nYes")
     assert not seen[0].tool_calls
     assert not hasattr(seen[1], "reasoning_content")
-    assert len(outputs) == 2  # the third request continues the second
+    assert len(outputs) == 3  # the third request continues the second
     start = qwen3.decode(engine.prompts[0])
     question = ASKED.removesuffix(ASSISTANT)
     assert [qwen3.decode(prompt).removeprefix(start) for prompt in engine.prompts] == [
         "",
         EMPTY,
         f"{EMPTY}No{END}\n{question}{ASSISTANT}{EMPTY}",
+        f"No{END}\n{question}{ASSISTANT}",
     ]
 
 
@@ -574,11 +588,25 @@ def suffix_or_fork(template, chat, new, recent):
 # ---------------------------------------------------------------- found by reading
 
 
+def test_the_eos_behind_a_whole_chat_ends_no_turn(tokenizer):
+    """Phi-3 ends turns with <|end|>, and chats with its EOS, here the only known stop."""
+    phi3 = chat_templates.tokenizer_for("phi3", tokenizer)
+    template = chat_template(phi3)
+    assert phi3.convert_ids_to_tokens(template.answer_end) == "<|end|>"
+    assert template.check([ADDS], [], has_user=True) == []
+
+
 def test_a_text_after_the_calls_is_not_part_of_an_end(tokenizer):
     """R1-Distill-Qwen writes a turn's text behind its calls."""
     said = "(m.tool_calls | string + '<|im_end|>' if m.tool_calls else '') + m.content"
     template = chat_template(with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS))
     assert template.ends == ["<|im_end|><|im_end|>\n", "<|im_end|>\n"]
+
+
+def test_a_user_is_tried_without_tools_that_the_task_does_not_have(tokenizer):
+    """Mistral's template writes tools in front of the last user, so with them it would fork."""
+    template = template_of("mistral0.3", tokenizer)
+    assert template.check([ADDS], [], has_user=True) == []
 
 
 def test_a_name_in_the_schemas_is_no_call_that_is_shown(tokenizer):

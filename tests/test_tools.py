@@ -7,7 +7,7 @@ import enum
 import functools
 import json
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from transformers.utils import get_json_schema
 
 import agent_loop
 from agent_loop import BadInput, ToolResponse, as_tool
-from examples import retool
+from examples import calculator, retool
 
 assert play  # a fixture
 
@@ -36,6 +36,10 @@ class Point:
 
 class Query(BaseModel):
     text: str
+
+
+class Row(TypedDict):
+    x: int
 
 
 DOC = """Do it.
@@ -128,7 +132,21 @@ def variadic(*x: str): ...
 
 
 @documented
+def positional(x: str, /): ...
+
+
+@documented
 def untyped(x): ...
+
+
+def numpy_doc(x: str):
+    """Do it.
+
+    Parameters
+    ----------
+    x : str
+        A thing.
+    """
 
 
 @documented
@@ -142,9 +160,12 @@ def takes_more(database, **kwargs): ...
 
 REFUSED = {
     "variadic": (variadic, r"`\*x: str` is variadic positional.* a list"),
-    "untyped": (untyped, "Argument x is missing a type hint.*Google-style"),
+    "positional": (positional, "`x: str` is positional-only.* make it an ordinary one"),
+    "untyped": (untyped, "Argument x is missing a type hint"),
+    "numpy_doc": (numpy_doc, "no description for the argument 'x'.*Google-style"),
     "yields": (yields, "generator, so return a list"),
     "pair": (takes_more, "missing a required argument: 'database'"),
+    "method": (Box.method, "missing a required argument: 'self'"),
     "show": (functools.cache(taking(list[int])), "hashable 'x'"),
     "waits": (functools.cache(waits), "coroutine"),
 }
@@ -168,10 +189,10 @@ def test_what_a_row_gives_a_function(play):
 
 
 @pytest.mark.parametrize("function", [
-    retool.code_interpreter, pair,
+    calculator.calculator, retool.code_interpreter, pair, Box().method,
     *map(taking, [
-        str | None, int | list[int], Literal["a", 1], dict[str, list[int]], list, Any,
-        tuple[int, str], Annotated[int, "n"],
+        float, str | None, int | list[int], Literal["a", 1], dict[str, list[int]], list, Any,
+        tuple[int, str], dict[int, str], Annotated[int, "n"], list[dict[str, bool | None]],
     ]),
 ])  # fmt: skip
 def test_schemas_are_those_of_transformers(function):
@@ -184,8 +205,11 @@ COLOURS = {"type": "string", "enum": ["red", "blue"]}
 @pytest.mark.parametrize("hint, schema, value, got", [
     (float, {"type": "number"}, 3, 3),  # JSON's own values are not touched
     (Colour, COLOURS, "red", Colour.RED),
+    ("Colour", COLOURS, "red", Colour.RED),
     (Colour | None, {**COLOURS, "nullable": True}, None, None),
     (list[Colour], {"type": "array", "items": COLOURS}, ["red"], [Colour.RED]),
+    (dict[str, Colour], {"type": "object", "additionalProperties": COLOURS}, {"a": "red"},
+     {"a": Colour.RED}),
     (dict[int, bool], {"type": "object", "additionalProperties": {"type": "boolean"}},
      {"1": True}, {1: True}),
     (tuple[int, Colour], {"type": "array", "prefixItems": [{"type": "integer"}, COLOURS]},
@@ -199,7 +223,8 @@ def test_arguments_become_what_the_hint_names(hint, schema, value, got):
 
 
 @pytest.mark.parametrize("hint", [
-    Point, Query | None, dict[str, set], torch.Tensor, Literal[Colour.RED], tuple[int, ...],
+    Point, Query | None, dict[str, Row], datetime.date, set[int], torch.Tensor, object,
+    Literal[Colour.RED], tuple[int, ...],
 ])  # fmt: skip
 def test_hints_without_a_schema(hint):
     said = "^the function 'show' can't be a tool: .*([Uu]se .*list|Literal)"
@@ -234,6 +259,7 @@ def test_a_call_without_arguments(tokenizer, arguments):
     ([Point(np.int64(1)), Query(text="a")], '[{"x": 1}, {"text": "a"}]'),
     ((1, 2, 3), "[1, 2, 3]"),
     (({"a": 1}, 0.5, None), '{"a": 1}'),
+    (True, "true"),
     (torch.tensor(0.5), "0.5"),
     (Colour.RED, '"red"'),
     ({"days": {datetime.date(2020, 1, 1)}, 1: None}, '{"days": ["2020-01-01"], "1": null}'),
@@ -247,6 +273,7 @@ NO_TEXT = "^the tool returned a {}: return text, JSON, or a ToolResponse with im
 
 
 @pytest.mark.parametrize("result, said", [
+    ({"a": [torch.zeros(2)]}, NO_TEXT.format("torch.Tensor")),
     ([Image.new("RGB", (2, 2))], NO_TEXT.format("PIL.Image.Image")),
     (Point(map(str, "ab")), NO_TEXT.format("builtins.map")),
     (ToolResponse(b"text"), NO_TEXT.format("builtins.bytes")),

@@ -215,6 +215,7 @@ def test_what_a_unit_can_not_have_is_refused():
 
 @pytest.mark.parametrize("name, arguments", [
     ("signal", (signal.SIGALRM, print)),
+    ("alarm", (1,)),
     ("setitimer", (signal.ITIMER_REAL, 0.1)),
 ])  # fmt: skip
 def test_a_reward_that_hides_its_use_of_signals_fails(name, arguments):
