@@ -10,13 +10,15 @@ r"""Reward by an LLM judge, which grades each answer from 0 to 10 by a rubric.
 The judge may be any OpenAI-compatible endpoint. The files need a column prompt (chat messages);
 reward_model.rubric (a text) and reward_model.ground_truth (a reference answer) are optional.
 
-The reward is the grade / 10; the grade itself is logged. A reward's deadline does not run while it
-waits for one of the SLOTS. The openai client retries a request that fails (no connection, 429, 5xx,
-too late) once. If that fails too, the reward raises: the trajectory is dropped and counted as
-failed_reward, never scored 0 by mistake. A judge is another model's opinion, so read some
-trajectories (rollouts/*.jsonl) before you believe a rising curve."""
+The reward is the grade / 10; the grade itself is logged. Each rank has at most IN_FLIGHT open
+requests, each with SECONDS to answer; a reward's deadline does not run while it waits for its turn.
+The openai client retries a request that fails (no connection, 429, 5xx, too late) once. If that
+fails too, the reward raises: the trajectory is dropped and counted as failed_reward, never scored 0
+by mistake. A judge is another model's opinion, so read some trajectories (rollouts/*.jsonl) before
+you believe a rising curve."""
 
 import asyncio
+import functools
 import os
 import re
 
@@ -26,7 +28,8 @@ from agent_loop import BadInput
 from examples.calculator import build_model  # noqa: F401  (train.py calls it without a --model)
 from examples.sandbox import slot_of
 
-SLOTS = asyncio.Semaphore(32)  # open requests of this rank
+IN_FLIGHT = 32  # requests of this rank
+SECONDS = 60.0  # for one request, once it is sent
 SAMPLING = {"temperature": 0.0, "max_tokens": 512}  # the judge's; some endpoints refuse one
 
 # Checked at import, and not in the first reward, because nothing is built or loaded yet.
@@ -37,17 +40,18 @@ if not (BASE_URL and MODEL and API_KEY):
     raise BadInput(
         "set JUDGE_BASE_URL, JUDGE_MODEL and JUDGE_API_KEY (any word if none is checked)"
     )
-CLIENT = openai.AsyncOpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=1, timeout=60.0)
 
 RUBRIC = "Correct, clear to a twelve-year-old, one or two sentences, nothing beside the point."
-TOPICS = """rain, the tides, an echo, rust, a shadow, the seasons, yeast in bread, a rainbow,
-thunder, ice that floats, a compass, a lever, an eclipse, digestion, a vaccine, a battery"""
+TOPICS = """rain|the tides|an echo|rust|a shadow|the seasons|yeast in bread|a rainbow|thunder
+ice that floats|a compass|a lever|an eclipse|digestion|a vaccine|inflation|a prime number|a battery
+a mirror|photosynthesis|gravity|a volcano|hibernation|a magnet|soap|a parachute|the moon's phases
+fog|a thermometer|an antenna|salt in the sea|a zip file"""
 
 
 def load(split: str) -> list[dict]:
-    """Returns a row for each topic: 12 to train on, 4 held out."""
-    topics = re.split(r",\s", TOPICS)
-    topics = topics[:12] if split == "train" else topics[12:]
+    """Returns a row for each topic: 24 to train on, 8 held out."""
+    topics = re.split(r"[|\n]", TOPICS)
+    topics = topics[:24] if split == "train" else topics[24:]
     questions = [f"Explain {topic} in one or two sentences." for topic in topics]
     return [{"prompt": [{"role": "user", "content": question}]} for question in questions]
 
@@ -66,10 +70,20 @@ Judge in a sentence or two, then end with one line "Grade: N", N a whole number 
 to 10 (perfect)."""
 
 
+@functools.lru_cache(maxsize=1)
+def judge_of(loop: asyncio.AbstractEventLoop) -> tuple[openai.AsyncOpenAI, asyncio.Semaphore]:
+    """Returns the client, and a semaphore of IN_FLIGHT requests.
+
+    Both belong to the event loop that uses them, so neither is made at import."""
+    client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=1, timeout=SECONDS)
+    return client, asyncio.Semaphore(IN_FLIGHT)
+
+
 async def ask(question: str) -> str:
     """Returns the judge's reply. Raises openai.APIError if the endpoint fails twice."""
-    async with slot_of(SLOTS):
-        reply = await CLIENT.chat.completions.create(
+    client, requests = judge_of(asyncio.get_running_loop())
+    async with slot_of(requests):
+        reply = await client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": question}], **SAMPLING
         )
     return reply.choices[0].message.content or ""
@@ -78,13 +92,16 @@ async def ask(question: str) -> str:
 def grade_of(reply: str) -> int:
     """Returns the one grade in a reply. Raises ValueError if there is none, or more than one."""
     verdict = reply.rpartition("</think>")[2]  # a judge that reasons may weigh several grades
-    line = r"^[ *]*Grade:[ *]*(10|[0-9])(?: */ *10)?[ *.]*$"
-    grades = re.findall(line, verdict, re.MULTILINE)
+    grades = []
+    for line in verdict.splitlines():
+        match = re.fullmatch(r"\**Grade:\**\s*(10|[0-9])(\s*/\s*10)?\**\.?", line.strip())
+        if match:
+            grades.append(int(match[1]))
     if len(grades) != 1:
         raise ValueError(
             f'the judge\'s reply has {len(grades)} lines "Grade: N", not one: {reply[-200:]!r}'
         )
-    return int(grades[0])
+    return grades[0]
 
 
 async def reward(output, row: dict) -> dict:

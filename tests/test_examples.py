@@ -1,5 +1,6 @@
-"""Every example on the real engine: its rows, its loop, its tools, and what the engine saw."""
+"""Every example on the real engine: its outputs hold exactly the tokens that the engine saw."""
 
+import collections
 import dataclasses
 
 import pytest
@@ -15,31 +16,33 @@ from rollout import Engine, rollout
 # The example, and its --agent.
 EXAMPLES = {
     "calculator": None,
-    "curriculum": None,
     "hints": None,
     "gsm8k": None,
+    "gsm8k_user": None,
     "retool": None,
     "mcp_tools": None,
+    "llm_judge": None,
     "langgraph_math": "langgraph",
     "maze": None,
-    "tree": "tree",
 }
 
 
 class Recorder:
-    """An engine that writes down the ids that it was asked for, and those that it said."""
+    """An engine that writes down what it was asked and what it said, per trajectory."""
 
     def __init__(self, engine):
-        self.engine, self.seen = engine, []
+        self.engine, self.calls = engine, collections.defaultdict(list)
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
 
-    async def generate(self, *, prompt_ids, sampling_params, **request):
+    async def generate(self, *, request_id, prompt_ids, sampling_params, **request):
         short = sampling_params | {"max_tokens": min(sampling_params["max_tokens"], 12)}
-        out = await self.engine.generate(prompt_ids=prompt_ids, sampling_params=short, **request)
+        request |= {"request_id": request_id, "prompt_ids": prompt_ids, "sampling_params": short}
+        out = await self.engine.generate(**request)
         out.stop_reason = "stop"  # a short turn of a random model, which never ends one by itself
-        self.seen.append(list(prompt_ids) + out.token_ids)
+        assert out.prompt_ids == prompt_ids  # the engine's own record of them
+        self.calls[request_id].append((list(prompt_ids), out))
         return out
 
 
@@ -54,7 +57,11 @@ def wide_engine(args, tiny_model, tokenizer, process_group):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name, wide_engine, background, tokenizer, tiny_model, monkeypatch):
+    for variable in ("BASE_URL", "MODEL", "API_KEY"):
+        monkeypatch.setenv(f"JUDGE_{variable}", "http://127.0.0.1:9/v1")
     task = data.load_task(str(REPO / "examples" / f"{name}.py"), ("load", "reward", "build_model"))
+    if name == "llm_judge":
+        task.reward = lambda output, row: 0.0  # there is no judge
     engine, args = wide_engine
     args = dataclasses.replace(args, agent=EXAMPLES[name], max_assistant_turns=4)
     rows = data.load_rows(task, "train")[:40]  # to render thousands takes seconds
@@ -74,8 +81,19 @@ def test_example(name, wide_engine, background, tokenizer, tiny_model, monkeypat
     rollouts = rollout(run, rows, 0, 2, {"temperature": 1.0})
     engine.sleep()
     assert not rollouts.errors, rollouts.errors[0]["error"]
+    assert len(recorder.calls) == 6
 
-    outputs = [output.prompt_ids + output.response_ids for output in rollouts.outputs]
-    assert len(recorder.seen) >= 2 * 6  # each of the six rollouts has several turns
-    for seen in recorder.seen:
-        assert any(ids[: len(seen)] == seen for ids in outputs)
+    if name != "llm_judge":  # single turns
+        assert sum(len(calls) - 1 for calls in recorder.calls.values()) >= 6
+    for output in rollouts.outputs:
+        place = f"{output.extra['prompt']:06d}-{output.extra['sample']:04d}"
+        calls = recorder.calls[f"train-00000000-{place}"]
+        ids = output.prompt_ids + output.response_ids
+        mask = [0] * len(output.prompt_ids) + output.response_mask
+        logprobs = [0.0] * len(output.prompt_ids) + output.response_logprobs
+        where = []
+        for prompt, out in calls:
+            start, end = len(prompt), len(prompt) + len(out.token_ids)
+            assert ids[:end] == prompt + out.token_ids and logprobs[start:end] == out.logprobs
+            where += range(start, end)
+        assert [i for i, m in enumerate(mask) if m] == where

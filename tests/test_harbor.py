@@ -6,7 +6,7 @@ import shutil
 import pytest
 from conftest import HANGS, REPO, time_passes
 from test_agent_loop import call
-from test_example_tasks import play
+from test_example_outputs import play
 
 import data
 from agent_loop import BadInput, total_reward

@@ -264,3 +264,5 @@ def test_compaction_of_a_talk_with_a_user(tokenizer, short_words):
     second = [start + NOTES + END + user_turn("Go."), "3" + END]
     assert_outputs(outputs, engine, [first, second])
     assert [output.turn_rewards for output in outputs] == [[(1, 1.0)], [(1, 2.0)]]
+    said = [message["content"] for message in outputs[1].messages]
+    assert said == ["What is 1+1?", "Ready?", NOTES, "Go.", "3"]

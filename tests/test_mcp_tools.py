@@ -1,29 +1,46 @@
 """examples/mcp_tools.py with real servers, over stdio and over HTTP on the loopback."""
 
 import asyncio
+import inspect
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import wait
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import HANGS, free_port, wait_for
 from test_agent_loop import Script, call, loop_of, said_by
 
 from agent_loop import BadInput
 from examples import mcp_tools
-from examples.mcp_tools import McpTool
+from examples.mcp_tools import McpServer, McpTool
 
 mcp_tools.CONNECT_SECONDS = HANGS
 
-SERVER = '''
-import asyncio, os, sys
+
+def print_tasks(loop=None) -> None:
+    """Prints where each task of an event loop waits."""
+    for task in asyncio.all_tasks(loop):
+        print(task, file=sys.stderr)
+        awaited = task.get_coro()
+        while frame := getattr(awaited, "cr_frame", None):
+            print(f"  {frame.f_code.co_filename}, line {frame.f_lineno}", file=sys.stderr)
+            awaited = awaited.cr_await
+
+
+SERVER = f'''
+import asyncio, os, signal, sys
 from pathlib import Path
 from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.types import TextContent
 
+{inspect.getsource(print_tasks)}
+signal.signal(signal.SIGUSR1, lambda *_: print_tasks())
 server = MCPServer("test", log_level="CRITICAL")
 
 @server.tool()
@@ -40,12 +57,16 @@ def pid() -> int:
     return os.getpid()
 
 @server.tool()
-def key(context: Context) -> str:
-    return os.environ.get("SHOP_KEY") or context.headers["x-key"]
+def header(context: Context) -> str:
+    return context.headers.get("x-key", "none")
 
 @server.tool(structured_output=False)
 def mixed() -> list:
     return [TextContent(text="one"), Image(data=b"123", format="png")]
+
+@server.tool()
+def env(name: str) -> str:
+    return os.environ.get(name, "unset")
 
 if len(sys.argv) > 1:
     server.run("streamable-http", port=int(sys.argv[1]))
@@ -59,6 +80,44 @@ def program(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("mcp") / "server.py"
     path.write_text(SERVER)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def run(background):
+    """Runs a coroutine to its end on the run's background loop. A hang shows where."""
+
+    def run(coroutine):
+        future = background.submit(coroutine)
+        if not wait([future], HANGS).done:
+            print_tasks(background.loop)
+            for process in psutil.Process().children():
+                if "server.py" in " ".join(process.cmdline()):
+                    process.send_signal(signal.SIGUSR1)
+            time.sleep(1)  # they print
+            future.cancel()
+        return future.result()
+
+    return run
+
+
+def end_session(server: McpServer, run) -> None:
+    async def end():
+        server.session.over.set()
+        await server.session.task
+
+    run(end())
+
+
+def tools_of(run, **server):
+    """Yields a server's tools by name, and ends the session with it."""
+    tools = {tool.name: tool for tool in mcp_tools.mcp_tools(**server)}
+    yield tools
+    end_session(tools["pid"].server, run)
+
+
+@pytest.fixture(scope="module")
+def stdio(program, run):
+    yield from tools_of(run, command=[sys.executable, program], env={"MARK": "seen"})
 
 
 class HttpServer:
@@ -91,18 +150,9 @@ def http_server(program):
 
 
 @pytest.fixture(scope="module")
-def http(http_server) -> dict[str, McpTool]:
+def http(http_server, run):
     url = f"http://127.0.0.1:{http_server.port}/mcp"
-    return tools_of(url=url, headers={"x-key": "open sesame"})
-
-
-@pytest.fixture(scope="module")
-def stdio(program) -> dict[str, McpTool]:
-    return tools_of(command=[sys.executable, program], env={"SHOP_KEY": "open sesame"})
-
-
-def tools_of(**server) -> dict[str, McpTool]:
-    return {tool.name: tool for tool in mcp_tools.mcp_tools(**server)}
+    yield from tools_of(run, url=url, headers={"x-key": "open sesame"})
 
 
 @pytest.fixture(params=["stdio", "http"])
@@ -110,54 +160,58 @@ def tools(request) -> dict[str, McpTool]:
     return request.getfixturevalue(request.param)
 
 
-def test_schemas_calls_and_contents(tools):
-    assert list(tools) == ["add", "pid", "key", "mixed"]
+def test_schemas_calls_and_contents(tools, run):
+    assert list(tools) == ["add", "pid", "header", "mixed", "env"]
     function = tools["add"].schema["function"]
     assert (function["name"], function["description"]) == ("add", "Adds two numbers.")
     assert function["parameters"]["required"] == ["a"]
     assert function["parameters"]["properties"]["a"]["type"] == "integer"
-
-    async def calls():
-        assert await tools["add"].execute("r", {"a": 2, "b": 3}) == "5"
-        assert await tools["add"].execute("r", {"a": 2, "b": 3}, b=40) == "42"  # the row's kwargs
-        assert await tools["mixed"].execute("r", {}) == "one\n[image]"
-        assert await tools["key"].execute("r", {}) == "open sesame"  # by env or headers
-
-    asyncio.run(calls())
+    assert run(tools["add"].execute("r", {"a": 2, "b": 3})) == "5"
+    assert run(tools["add"].execute("r", {"a": 2, "b": 3}, b=40)) == "42"  # of the row's kwargs
+    assert run(tools["mixed"].execute("r", {})) == "one\n[image]"
 
 
-async def under_way(folder: Path, n: int) -> None:
-    """Waits until so many calls of add are held there."""
-    while len(list(folder.iterdir())) < n:
+def test_env_and_headers_reach_the_server(stdio, http, run):
+    assert run(stdio["env"].execute("r", {"name": "MARK"})) == "seen"
+    assert run(http["header"].execute("r", {})) == "open sesame"
+
+
+async def under_way(folder: Path, *tasks: asyncio.Task) -> None:
+    """Until these calls of add are held there."""
+    while len(list(folder.iterdir())) < len(tasks):
+        for task in tasks:
+            if task.done():
+                raise RuntimeError(f"it is not held: {await task}")
         await asyncio.sleep(0.01)
 
 
-def test_a_call_cancelled_by_its_deadline_leaves_the_session_usable(tools, tmp_path):
+def test_a_call_cancelled_by_its_deadline_leaves_the_session_usable(tools, run, tmp_path):
     async def calls():
         before = await tools["pid"].execute("r", {})
-        session = tools["pid"].server.session
         slow = asyncio.create_task(tools["add"].execute("a", {"a": 1, "held": str(tmp_path)}))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(None) as deadline:
                 held = {"a": 10, "held": str(tmp_path)}
                 call = asyncio.ensure_future(tools["add"].execute("b", held))
-                await under_way(tmp_path, 2)
+                await under_way(tmp_path, slow, call)
                 deadline.reschedule(0)  # which has passed
                 await call
         assert not slow.done()
         (tmp_path / "open").touch()
         assert await slow == "1"
         assert await tools["pid"].execute("r", {}) == before
-        assert tools["pid"].server.session is session
 
-    asyncio.run(calls())
+    run(calls())
 
 
-def test_a_killed_server_is_started_again_and_none_is_left_behind(stdio):
+def test_a_killed_server_is_started_again_and_none_is_left_behind(program):
+    server = McpServer([sys.executable, program])
+    tool = McpTool(server, "pid", "", {})
+
     async def calls():
-        first = await stdio["pid"].execute("r", {})
+        first = await tool.execute("r", {})
         os.kill(int(first), signal.SIGKILL)
-        pids = await asyncio.gather(*(stdio["pid"].execute("r", {}) for _ in range(20)))
+        pids = await asyncio.gather(*(tool.execute("r", {}) for _ in range(20)))
         assert first not in pids and len(set(pids)) == 1
         return int(first), int(pids[0])
 
@@ -165,22 +219,21 @@ def test_a_killed_server_is_started_again_and_none_is_left_behind(stdio):
     for pid in asyncio.run(asyncio.wait_for(calls(), HANGS)):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    session = stdio["pid"].server.session
-    assert session.task.done() and not session.usable()
+    assert server.session.task.done() and not server.session.usable()
 
 
-def test_an_http_server_that_goes_and_comes_back(http_server, http, tmp_path):
+def test_an_http_server_that_goes_and_comes_back(http_server, http, run, tmp_path):
     async def calls():
         assert await http["pid"].execute("r", {}) == str(http_server.process.pid)
         call = asyncio.create_task(http["add"].execute("r", {"a": 1, "held": str(tmp_path)}))
-        await under_way(tmp_path, 1)
+        await under_way(tmp_path, call)
         http_server.kill()
         with pytest.raises(ConnectionError, match="no connection to http://127.0.0.1.*failed"):
             await call
         http_server.start()
         assert await http["pid"].execute("r", {}) == str(http_server.process.pid)
 
-    asyncio.run(calls())
+    run(calls())
 
 
 def test_a_server_that_can_not_be_reached_is_named_at_import():
@@ -188,7 +241,7 @@ def test_a_server_that_can_not_be_reached_is_named_at_import():
         mcp_tools.mcp_tools(command=["/no-such-program"])
 
 
-def test_the_agent_loop_calls_the_bundled_server(tokenizer):
+def test_the_agent_loop_calls_the_bundled_server(tokenizer, run):
     """With parallel calls, one of them wrong."""
     questions = {row["prompt"][0]["content"]: row for row in mcp_tools.load("train")}
     row = questions["What do 3 x lamp cost, delivered to Brindo?"]
@@ -198,9 +251,10 @@ def test_the_agent_loop_calls_the_bundled_server(tokenizer):
         "<answer>109</answer>",
     ]
     loop = loop_of(Script(tokenizer, lines), mcp_tools, row, max_response_tokens=2000)
-    out = asyncio.run(loop)
+    out = run(loop)
     said = said_by(out, "tool")
     assert said[0].startswith("Error: ") and "no item 'lump'; there are: lamp, kettle," in said[0]
     assert said[1:] == ["34", "7"]
     assert (out.metrics["tool_calls"], out.metrics["tool_errors"]) == (3, 1)
     assert mcp_tools.reward(out, row) == 1.0
+    end_session(mcp_tools.TOOLS[0].server, run)

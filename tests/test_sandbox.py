@@ -275,6 +275,19 @@ def test_number_of_processes(host):
         assert n == 9  # the tenth is the program itself
 
 
+def test_printing_for_ever_costs_no_memory_and_ends_at_the_deadline(host):
+    code = """
+        for n in range(10**9):
+            print("spam" * 1000)
+            if n == 100:  # more than fits into a pipe
+                open("there", "x")
+    """
+    result = run_late(code, max_output=1000)
+    assert result.timed_out and result.returncode == -signal.SIGKILL
+    assert len(result.stdout) == 1000 + len("\n...\n")
+    assert result.stdout.startswith("spamspam")  # what it had printed is not lost
+
+
 # ---------------------------------------------------------------- nothing is left
 
 CHILDREN = """
