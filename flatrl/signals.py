@@ -9,8 +9,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextvars import ContextVar
-from functools import wraps
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from functools import partial, wraps
 
 # The places at which the reward that is being computed has called them.
 _CALLS = ContextVar("calls", default=None)
@@ -25,7 +26,7 @@ def _watched(function):
             return function(*args, **kwargs)
         name = f"signal.{function.__name__}"
         calls = _CALLS.get()
-        if calls is None:  # of a tool, or of a thread that the user's code started
+        if calls is None:  # of a tool, or of a threading.Thread that the user's code started
             warnings.warn(f"{name} fails here, because this is not the main thread", stacklevel=2)
         else:
             caller = sys._getframe(1)
@@ -40,11 +41,24 @@ for _name in ("signal", "alarm", "setitimer"):
     setattr(signal, _name, _watched(getattr(signal, _name)))
 
 
+_submit = ThreadPoolExecutor.submit
+
+
+@wraps(_submit)
+def _submit_in_context(pool, function, /, *args, **kwargs):
+    if _CALLS.get() is not None:  # a reward's own pool: its thread must know the reward
+        function = partial(copy_context().run, function)
+    return _submit(pool, function, *args, **kwargs)
+
+
+ThreadPoolExecutor.submit = _submit_in_context
+
+
 @contextlib.contextmanager
 def refusing_signals() -> Iterator[None]:
     """Raises RuntimeError at the end of its block if that used signals outside the main thread.
 
-    A thread that the block starts by itself is not seen; there is a warning."""
+    A threading.Thread that the block starts is not seen, as a pool's is; there is a warning."""
     calls = []
     token = _CALLS.set(calls)
     error = None

@@ -1,6 +1,7 @@
 """A unit, which shares one reward, weighs one: however many outputs it is cut into."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import random
 import signal
@@ -229,8 +230,12 @@ def test_a_reward_that_hides_its_use_of_signals_fails(name, arguments):
     async def in_a_pool(output, row):
         return await asyncio.to_thread(reward, output, row)
 
+    def in_its_own_pool(output, row):
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            return pool.submit(reward, output, row=row).result()
+
     line = reward.__code__.co_firstlineno + 2
-    for grader in reward, in_a_pool:
+    for grader in reward, in_a_pool, in_its_own_pool:
         with pytest.raises(RuntimeError) as error:
             graded(played(0, 0, 0, None), reward=grader)
         said = f"the reward calls signal.{name} in {__file__}, line {line}: signals work in"
