@@ -267,7 +267,7 @@ class Args(LoopArgs):
         1.0, "share of the prompts whose rollouts are written, whole groups", DISCOUNT)
     keep_checkpoints: int = flag(2, "older ones are deleted", POSITIVE)
     resume: Literal[False, True, "changed"] = flag(
-        False, "continue from the latest checkpoint in output_dir; changed: although flags "
+        False, "continue from the latest whole checkpoint in output_dir; changed: although flags "
         "differ from those of the run", nargs="?", const=True)
     wandb_project: str | None = flag(
         None, "log to Weights & Biases (WANDB_MODE=offline works)")

@@ -293,8 +293,8 @@ def save_checkpoint(run):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns a run's checkpoints, oldest first, without renamed ones such as step_000040.bad."""
-    return sorted(path for path in folder.glob("checkpoints/step_*") if not path.suffix)
+    """Returns a run's checkpoints, oldest first."""
+    return sorted(folder.glob("checkpoints/step_*"))
 
 
 def best_checkpoint(folder: Path) -> Path | None:
