@@ -111,9 +111,9 @@ def _lock(folder):
 def prepare_folder(args) -> tuple[Path | None, dict]:
     """Makes the run's folder ready, and finds the checkpoint to resume from.
 
-    With --resume, returns the latest checkpoint and its state: step.json and, as "estimator", the
-    state of the estimator. Otherwise an earlier run in the folder is moved aside, unless it failed
-    before it had logged anything, and (None, {}) is returned."""
+    With --resume, returns the latest whole checkpoint and what `_read_whole` returns of it;
+    broken checkpoints are moved aside. Otherwise an earlier run in the folder is moved aside,
+    unless it failed before it had logged anything, and (None, {}) is returned."""
     folder = Path(args.output_dir)
     if not args.resume:
         files = {path.name for path in folder.rglob("*") if path.is_file()}
@@ -122,21 +122,31 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
             print(f"{folder} held an earlier run: moved to {moved}", flush=True)
             _lock(folder)  # the old lock moved with the folder, and is held as well
         return None, {}
-    checkpoint = checkpoints(folder)[-1]
-    with refusing(damaged(checkpoint)):
-        state = json.loads((checkpoint / "step.json").read_text())
-        state["estimator"] = {}
-        if (checkpoint / STATE_FILE).exists():
-            state["estimator"] = pickle.loads((checkpoint / STATE_FILE).read_bytes())
-    return checkpoint, state
+    for path in reversed(checkpoints(folder)):
+        try:
+            return path, _read_whole(path)
+        except Exception as error:  # json and pickle raise many kinds
+            moved = _move_aside(path)
+            problem = f"{type(error).__name__}: {error}"
+            print(f"{path} is broken: {problem}; moved to {moved}", flush=True)
+    raise BadInput(f"--resume: no checkpoint in {folder} is whole; start without --resume")
 
 
-def damaged(checkpoint: Path) -> str:
-    """Returns what is wrong with a checkpoint that does not load."""
-    return (
-        f"--resume: {checkpoint} is damaged, has other networks, or is not on every host (move it "
-        "away to resume from the one before)"
-    )
+def _read_whole(checkpoint):
+    """Returns a checkpoint's step.json and, as "estimator", the state of the estimator.
+
+    Raises unless the checkpoint is whole: if one of its files is missing or cut off."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    state = json.loads((checkpoint / "step.json").read_text())
+    need({"step", "history", "parts", "next_prompt"} <= {*state}, "its step.json lacks keys")
+    for stored in FileSystemReader(checkpoint).read_metadata().storage_data.values():
+        file = checkpoint / stored.relative_path
+        need(file.stat().st_size >= stored.offset + stored.length, f"{file.name} is cut off")
+    state["estimator"] = {}
+    if (checkpoint / STATE_FILE).exists():
+        state["estimator"] = pickle.loads((checkpoint / STATE_FILE).read_bytes())
+    return state
 
 
 def _move_aside(folder):
@@ -293,8 +303,8 @@ def save_checkpoint(run):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns a run's checkpoints, oldest first."""
-    return sorted(folder.glob("checkpoints/step_*"))
+    """Returns a run's checkpoints, oldest first, without those that were moved aside."""
+    return sorted(path for path in folder.glob("checkpoints/step_*") if not path.suffix)
 
 
 def best_checkpoint(folder: Path) -> Path | None:
@@ -349,7 +359,10 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
         load(state, checkpoint_id=folder)
     except CheckpointException as error:
         reason = str(error).strip().splitlines()[-1]
-        raise BadInput(f"{damaged(folder)}: {reason}") from None
+        raise BadInput(
+            f"--resume: {folder} does not load ({reason}): it is damaged, has other networks, or "
+            "is not on every host. Move it away to resume from the one before"
+        ) from None
     for name, learner in run.learners.items():
         if f"{name}_optimizer" in parts:
             state_dict.set_optimizer_state_dict(

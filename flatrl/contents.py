@@ -1,19 +1,20 @@
 """Short texts that identify what a run learns from, for --resume: names may stay, and contents
 change."""
 
+import ast
 import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import torch
 
-from flatrl.bad_input import OURS, is_installed
+from flatrl.bad_input import OURS, is_installed, refusing
 from flatrl.tables import prompt_order
 
 ROWS = "the training rows"
@@ -48,12 +49,41 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _code(task: ModuleType) -> list[bytes]:
-    """Returns the sources, sorted, of the task and of the user's own modules that it has imported.
+    """Returns the sources, sorted, of the task and of the user's own modules that it imports.
 
-    A module that a function imports later is not among them."""
+    Of modules in the task's folder, imports within functions count, which have not run yet."""
+    folder = Path(task.__file__).resolve().parent
     names = [name for name in task.__imported__ if name.partition(".")[0] not in OURS]
-    files = {Path(getattr(sys.modules.get(name), "__file__", None) or "") for name in names}
-    return sorted(file.read_bytes() for file in files if file.is_file() and not is_installed(file))
+    files = [Path(getattr(sys.modules.get(name), "__file__", None) or "") for name in names]
+    sources = {}
+    while files:
+        file = files.pop()
+        if file in sources or is_installed(file) or not file.is_file():
+            continue
+        sources[file] = file.read_bytes()
+        if file.suffix == ".py" and file.resolve().is_relative_to(folder):
+            files += _imports(file, folder)
+    return sorted(sources.values())
+
+
+def _imports(file: Path, folder: Path) -> Iterator[Path]:
+    """Yields the paths in the folder at which the modules that a file imports may be."""
+    with refusing(f"{file} can't be parsed", str(file)):
+        tree = ast.parse(file.read_bytes(), str(file))
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        package = getattr(node, "module", None)  # `from package import name`
+        level = getattr(node, "level", 0)  # the dots before it
+        for alias in node.names:
+            name = f"{package}.{alias.name}" if package else alias.name
+            if not level and name.partition(".")[0] in OURS:
+                continue
+            path = file.parents[level - 1] if level else folder
+            for part in name.split("."):
+                path /= part
+                yield path.with_suffix(".py")
+                yield path / "__init__.py"
 
 
 def _of_rows(rows: Sequence[dict], seed: int) -> str:
