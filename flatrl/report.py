@@ -174,12 +174,17 @@ def main(arguments: list[str] | None = None):
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="the --output_dir of a run"
     )
-    folders = parser.parse_args(arguments).runs
+    parser.add_argument(
+        "--trajectories", type=int, default=TRAJECTORIES, help="on the page (%(default)s)"
+    )
+    args = parser.parse_args(arguments)
+    folders = args.runs
     runs = []
     for folder in folders:
         if not (folder / "args.json").is_file():
             parser.error(f"{folder} has no args.json: is it a run's --output_dir?")
-        runs.append(read_run(folder, load_tokenizer(folder), TRAJECTORIES // len(folders)))
+        max_trajectories = max(1, args.trajectories // len(folders))
+        runs.append(read_run(folder, load_tokenizer(folder), max_trajectories))
     page = Path("report.html")
     if len(folders) == 1:
         page = folders[0] / page
