@@ -87,14 +87,12 @@ START, MIDDLE, END = "start", "middle", "end"
 class Task:
     """Gates, (prompt, where), that hold the trajectories of a group; notes who came and left.
 
-    outcome(prompt, sample): the reward, None to fail; by default the row's index. sampler: as of
-    a task file."""
+    outcome(prompt, sample): the reward, None to fail; by default the row's index."""
 
-    def __init__(self, *held, outcome=None, sampler=None):
+    def __init__(self, *held, outcome=None):
         self.gates = {gate: asyncio.Event() for gate in held}
         self.at = collections.Counter()  # trajectories that wait at each gate
         self.outcome = outcome
-        self.sampler = sampler
         self.created = []
         self.released = []
 
@@ -162,8 +160,6 @@ class Run:
         engine.args.deterministic = True
         self.run = stage(engine, background, task, tokenizer, self.args)
         self.run.rows = {"train": rows or make_rows(*["x"] * 7, agent="test_gated")}
-        self.run.history = []
-        self.run.done = 0
         self.pool = self.run.pool = training_pool(self.run, 0)
 
     def step(self, version: int) -> Rollouts:
@@ -454,8 +450,25 @@ def drawn(rollouts) -> list[tuple[int, int]]:
     return [(extra["prompt"], extra["index"]) for extra in firsts]
 
 
+@pytest.fixture
+def sampled(make_run):
+    """Makes a run on 7 rows, whose task has a sampler."""
+
+    def make(sampler, task=None, **flags):
+        task = task or Task()
+        task.sampler = sampler
+        run = make_run(task, **flags)
+        run.run.history = []
+        run.run.rows = {"train": [None] * 7}
+        run.run.clock = Clock()
+        run.run.done = 0
+        return run
+
+    return make
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_rows_are_the_samplers_and_rewards_reach_it(make_run, staleness):
+def test_rows_are_the_samplers_and_rewards_reach_it(sampled, staleness):
     told = []
 
     def choose(history) -> int:
@@ -468,8 +481,7 @@ def test_rows_are_the_samplers_and_rewards_reach_it(make_run, staleness):
             entry.clear()
         return row
 
-    run = make_run(Task(sampler=sampler), max_staleness=staleness)
-    run.run.clock = Clock()
+    run = sampled(sampler, max_staleness=staleness)
     rows = []
     for step in range(4):
         rollouts = run.step(step)
@@ -491,10 +503,10 @@ def test_rows_are_the_samplers_and_rewards_reach_it(make_run, staleness):
     assert told[2 + ahead][:2] == history[:2] and told[1 + ahead][0][2:] == []
 
 
-def test_rows_of_replacements_are_chosen_at_the_start(make_run):
+def test_rows_of_replacements_are_chosen_at_the_start(sampled):
     """Later one rank may have seen more rewards than another."""
-    task = Task(outcome=lambda n, j: float(j), sampler=lambda history: len(history) % 7)
-    run = make_run(task, max_staleness=0, max_gen_batches=3)
+    task = Task(outcome=lambda n, j: float(j))
+    run = sampled(lambda history: len(history) % 7, task, max_staleness=0, max_gen_batches=3)
     assert drawn(run.step(0)) == [(0, 0), (1, 1)]  # none was replaced
     assert run.run.history == [[row, 0] for row in range(2 + 2 * 2)]
 
@@ -503,8 +515,8 @@ def test_rows_of_replacements_are_chosen_at_the_start(make_run):
     (lambda history: 7, "its result has 7: must be int in [0, 6]"),
     (lambda history: 1 // len(history), "ZeroDivisionError"),
 ])  # fmt: skip
-def test_a_sampler_that_fails_is_named(make_run, sampler, said):
-    run = make_run(Task(sampler=sampler), max_staleness=0)
+def test_a_sampler_that_fails_is_named(sampled, sampler, said):
+    run = sampled(sampler, max_staleness=0)
     with pytest.raises(BadInput, match="^the task's sampler failed") as error:
         run.step(0)
     assert said in str(error.value) and run.run.history == []
