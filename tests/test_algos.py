@@ -1,6 +1,4 @@
-"""Between losses.py and the optimiser: presets, shaped rewards, estimators, objectives.
-
-test_train.py has a run with an estimator and an objective of a task file."""
+"""Between losses.py and the optimiser: presets, shaped rewards, estimators, objectives."""
 
 import math
 import re
@@ -10,18 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import OUR_PRESETS, REPO, batch_with_rewards, output_of, rewards_of_tokens
+from conftest import OUR_PRESETS, batch_with_rewards, output_of, rewards_of_tokens
 
 import data
+import losses
 import train
 from agent_loop import BadInput
 from flatrl.metrics import Clock
-from losses import estimator, objective, policy_loss
 from rollout import Rollouts
 from train import PRESETS, Args, check_args, check_registered, parse_args
 
 close = torch.testing.assert_close
-pytestmark = pytest.mark.usefixtures("registries")
 
 
 def output(prompt: int, sample: int, mask: str, reward, segment: int = 0, **more):
@@ -120,19 +117,19 @@ def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
     (lambda values: values, "asks for values: must return a tuple"),
     (lambda values: (values, values[0]), "gives returns of the shape (8,): must be"),
 ])  # fmt: skip
-def test_advantages_of_another_shape_or_not_finite_are_refused(function, said):
-    estimator("mine")(function)
+def test_advantages_of_another_shape_or_not_finite_are_refused(function, said, registries):
+    losses.estimator("mine")(function)
     with pytest.raises(BadInput, match=re.escape(said)):
         estimated(adv_estimator="mine")
 
 
-def test_advantages_where_nothing_was_sampled_may_be_garbage():
-    estimator("mine")(lambda mask: mask.masked_fill(mask == 0, math.inf))
+def test_advantages_where_nothing_was_sampled_may_be_garbage(registries):
+    losses.estimator("mine")(lambda mask: mask.masked_fill(mask == 0, math.inf))
     close(estimated(adv_estimator="mine")[0], MASK)
 
 
-def test_a_state_that_no_checkpoint_could_keep_is_refused():
-    @estimator("mine")
+def test_a_state_that_no_checkpoint_could_keep_is_refused(registries):
+    @losses.estimator("mine")
     def mine(rewards, state):
         state["baselines"] = defaultdict(lambda: 0.0)
         return rewards
@@ -162,8 +159,8 @@ def test_token_estimators_use_turn_rewards_where_they_fall():
     # r_t + V' - V; V' = 0 at the end.
     close(advantages[0, :5], torch.tensor([0, 0.5, 0, 0, 0.5]))
     close(batch["returns"][0, :5], torch.tensor([0.5, 1.0, 0, 0.5, 1.0]))
-    for name in ("reinforce_pp", "gae"):  # by turns; without values both are the return
-        advantages, _ = estimated(adv_estimator=name, turn_discount=0.5)
+    for estimator in ("reinforce_pp", "gae"):  # by turns; without values both are the return
+        advantages, _ = estimated(adv_estimator=estimator, turn_discount=0.5)
         close(advantages[0], MASK[0])
 
 
@@ -220,14 +217,23 @@ def test_whitening_is_over_the_tokens_of_the_batch():
     assert (advantages[~MASK.bool()] == 0).all()
 
 
-def test_scores_follow_the_trajectories_whose_reward_came():
-    outputs = [output(0, 0, "1", 1.0), output(0, 1, "11111", None), output(1, 0, "11", 2.0)]
-    batch = data.make_batch(outputs)
+def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
+    outputs = [output(0, 0, "1", None), output(0, 1, "11111", None), output(1, 0, "11", None)]
+    rollouts = Rollouts(outputs=list(outputs))
+
+    def wait_for_rewards(*_):  # the long one's reward failed
+        outputs[0].reward, outputs[2].reward = 1.0, 2.0
+        rollouts.outputs = [outputs[0], outputs[2]]
+
+    monkeypatch.setattr(train, "wait_for_rewards", wait_for_rewards)
+    rollouts.metrics = lambda engine: {"rollout/last_prompt": 1}
+    batch = data.make_batch(rollouts.trained)
     batch["values"] = torch.arange(15.0).view(3, 5)
-    run = SimpleNamespace(engine=None, history=[], rows={"train": [{}] * 4}, clock=Clock())
-    batch, _ = train.add_rewards(run, Rollouts(outputs), batch)
+    run = SimpleNamespace(engine=True, history=[], background=None, stop=None)
+    run.rows = {"train": [{}] * 4}
+    run.clock = Clock()
+    batch, _ = train.add_rewards(run, rollouts, batch)
     assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [1, 2, 3, 3]]
     assert batch["values"].tolist() == [[0, 1], [10, 11]]
     assert batch.units.task_rewards.tolist() == [1.0, 2.0]
 
@@ -251,115 +257,3 @@ def test_a_single_asynchronous_update_clips_the_ratio_to_the_engine():
         close(gradient, torch.tensor([[-1.1, 0, 0, 1.3, slope]], dtype=torch.float64))
         close(stats["ratio"], ratios)
         assert stats["clipfrac"].tolist() == [[0, 1, 1, 0, 0]]
-
-
-# ---------------------------------------------------------------- what a task file registers
-
-
-def test_an_estimator_gets_what_its_parameters_name():
-    got = {}
-
-    @estimator("spy")
-    def spy(
-        rewards, groups, lengths, mask, token_rewards, baselines, states, parts, logprobs_old,
-        args, more=7,
-    ):  # fmt: skip
-        got.update(locals())
-        return rewards
-
-    greedy = output(4, 0, "1", 9.0)
-    old = torch.where(MASK.bool(), 2.0, math.nan)
-    advantages, _ = estimated([greedy], adv_estimator="spy", turn_discount=0.5, logprobs_old=old)
-    rewards = torch.tensor([1.5, -2.75, 2.0, 0.0])  # of the units, turn rewards included
-    close(advantages[:, 1], torch.tensor([1.5, -2.75, -2.75, 0.0, 0.0]))  # one output lacks it
-    close(got["rewards"], rewards)
-    close(got["token_rewards"].sum(1), rewards)
-    close(got["baselines"], torch.tensor([math.nan, math.nan, 9, 9]), equal_nan=True)
-    assert got["groups"].tolist() == [0, 0, 4, 4]
-    assert got["lengths"].tolist() == got["mask"].sum(1).tolist() == [4, 5, 1, 7]
-    assert len(got["states"]) == 6  # 2, 2, 1 and 1 turns
-    assert got["args"].turn_discount == 0.5 and got["more"] == 7
-    assert list(got["parts"]) == ["acc"]  # without the score, which is the outcome
-    close(got["parts"]["acc"], torch.tensor([math.nan, math.nan, 1, math.nan]), equal_nan=True)
-    close(got["logprobs_old"], 2 * got["mask"])
-
-
-@pytest.mark.parametrize("register", [estimator, objective])
-def test_a_parameter_that_nothing_fills_is_refused(register):
-    with pytest.raises(ValueError, match="unknown input, 'reward': choose from .*mask"):
-        register("mine")(lambda reward: reward)
-    register("mine")(lambda mask, reward=1.0: mask)  # it has a default
-
-
-def test_names_are_checked_once_the_task_is_loaded():
-    args = Args(adv_estimator="mine", policy_loss="own", group_size=1, gamma=0.25)
-    check_args(args)  # before that, "mine" may use any flag
-    with pytest.raises(BadInput, match="--adv_estimator mine: choose from gae, gae_bootstrap"):
-        check_registered(args)
-    estimator("mine")(lambda rewards: rewards)
-    with pytest.raises(BadInput, match="--policy_loss own: choose from ppo, gspo, gmpo, cispo"):
-        check_registered(args)
-    objective("own")(lambda ratio: ratio)
-    check_registered(args)  # it compares nothing: a group of one is fine
-    estimator("mine")(lambda rewards, groups: rewards)
-    with pytest.raises(BadInput, match="--adv_estimator mine compares the rollouts"):
-        check_registered(args)
-
-
-@pytest.mark.parametrize("register", [estimator, objective])
-def test_a_reference_is_asked_for_and_given_or_neither(register):
-    args = Args(ref_model="x")
-    check_args(args)
-    with pytest.raises(BadInput, match="--ref_model has an effect only with a --kl_coef, or"):
-        check_registered(args)
-    register({estimator: "grpo", objective: "ppo"}[register])(lambda logprobs_ref: logprobs_ref)
-    check_registered(args)
-    check_registered(Args(kl_coef=0.1))
-    said = "--adv_estimator grpo or --policy_loss ppo asks for logprobs_ref, and there is no refer"
-    with pytest.raises(BadInput, match=said):
-        check_registered(Args())
-
-
-def test_an_objective_gets_clean_inputs_and_its_garbage_at_mask_0_does_not_count():
-    @objective("mine")
-    def mine(ratio, entropy, advantages, mask, clip_high, clip_c, args):
-        assert entropy.tolist() == [[0.5, 0, 1]]
-        loss = -advantages * ratio**2 - args * entropy
-        stats = {"bound": torch.full_like(ratio, clip_high * clip_c), "clipfrac": ratio > 1}
-        return loss + torch.where(mask, 0, math.nan), stats
-
-    logprobs = torch.tensor([[-1, math.nan, -2]]).requires_grad_()
-    logprobs_old = torch.tensor([[-2, math.nan, -2]])
-    advantages = torch.tensor([[3, math.nan, -1]])
-    mask = torch.tensor([[1, 0, 1]])
-    entropy = torch.tensor([[0.5, math.nan, 1]]).requires_grad_()
-    loss, stats = policy_loss(
-        "mine", logprobs, logprobs_old, advantages, mask,
-        clip_low=0.2, clip_high=0.5, clip_c=3.0, entropy=entropy, args=0.1,
-    )  # fmt: skip
-    close(loss, torch.tensor([[-3 * math.e**2 - 0.05, 0, 1 - 0.1]]))
-    grads = torch.autograd.grad(loss.sum(), [logprobs, entropy])
-    close(grads[0], torch.tensor([[-6 * math.e**2, 0, 2]]))
-    close(grads[1], torch.tensor([[-0.1, 0, -0.1]]))
-    assert stats["bound"].tolist() == [[1.5, 0, 1.5]]
-    assert stats["clipfrac"].tolist() == [[1, 0, 0]]
-    assert not any(stat.requires_grad for stat in stats.values())
-
-
-def test_a_loss_of_another_shape_is_refused():
-    objective("mine")(lambda: torch.zeros(3, 2))
-    with pytest.raises(ValueError, match=r"of the shape \(3, 2\): must be one for each token"):
-        policy_loss("mine", *torch.zeros(4, 2, 3))
-
-
-def test_the_example_of_the_docs():
-    page = (REPO / "docs/algorithms.md").read_text()
-    (code,) = re.findall(r"```python\n(from losses import estimator.*?)```", page, re.DOTALL)
-    exec(code, {})
-    advantages, _ = estimated(adv_estimator="median")
-    assert advantages[:, 1].tolist() == [2.125, -2.125, -2.125, 0, -1.0]
-    ratio = torch.tensor([[1.5, 0.5]])
-    ones = torch.ones_like(ratio)
-    columns = ratio.log(), 0 * ones, torch.tensor([[1.0, -1]]), ones
-    loss, _ = policy_loss("upper", *columns, entropy=ones, args=Args(clip_high=0.25))
-    close(loss, torch.tensor([[-0.625, 0.25]]))
