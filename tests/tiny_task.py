@@ -56,7 +56,19 @@ class TwoTurns(AgentLoopBase):
 
 @register("slow_turns")
 class SlowTurns(TwoTurns):
-    """Waits between its turns for up to 0.2 seconds."""
+    """Waits between its turns for up to TINY_TASK_PAUSE seconds. The file TINY_TASK_DIARY gets a
+    + from each trajectory that starts, and a - from each that ends."""
+
+    async def run(self, sampling_params, **row):
+        self.write("+")
+        try:
+            return await super().run(sampling_params, **row)
+        finally:
+            self.write("-")
 
     async def between(self, trajectory) -> None:
-        await asyncio.sleep(random.random() * 0.2)
+        await asyncio.sleep(random.random() * float(os.environ["TINY_TASK_PAUSE"]))
+
+    def write(self, sign: str) -> None:
+        with open(os.environ["TINY_TASK_DIARY"], "a") as diary:
+            diary.write(sign)

@@ -1,29 +1,25 @@
-"""The pool of rollouts: staleness, calls suspended over updates, replacements, a task's sampler.
+"""Asynchronous rollout (--max_staleness): calls suspended over updates, versions, staleness.
 
 Gates that the tests open decide what an agent loop does when: never time."""
 
 import asyncio
 import collections
-import copy
 import dataclasses
 import json
-import random
 import signal
-import types
 from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import HANGS, REPO, TINY, grouped, lines, metrics_of, rollouts_of, wait_for
+from conftest import HANGS, TINY, grouped, lines, metrics_of, output_of, rollouts_of, wait_for
 from conftest import make_run as stage
 from test_algos import output as output_with
-from test_rollout import PROMPTS, hf_logprobs, hf_model, make_rows, wake
+from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
 
 import data
-import train
 from agent_loop import AgentLoopBase, BadInput, register
 from flatrl import processes
-from flatrl.metrics import Clock, batch_metrics
+from flatrl.metrics import batch_metrics
 from flatrl.processes import Stopped
 from rollout import Rollouts, rollout, training_pool, wait_for_rewards
 from train import Args
@@ -33,6 +29,26 @@ from train import Args
 def models(tiny_model) -> list:
     """The weights of versions 0, 1, ..., which a token's logprob tells apart."""
     return [hf_model(tiny_model, 1 + version / 2) for version in range(6)]
+
+
+def check_versions(models: list, output) -> None:
+    """A sampled token's logprob is that of the weights its version names, and of no others."""
+    logprobs = torch.tensor(output.response_logprobs)
+    versions = torch.tensor(output.response_versions)
+    assert (versions >= 0).tolist() == [m == 1 for m in output.response_mask]
+    for version, model in enumerate(models):
+        expected = hf_logprobs(model, output.prompt_ids, output.response_ids)
+        is_its = versions == version
+        is_others = (versions >= 0) & ~is_its
+        torch.testing.assert_close(logprobs[is_its], expected[is_its], atol=1e-4, rtol=0)
+        if is_others.any():
+            assert (logprobs - expected)[is_others].abs().max() > 0.01
+
+
+def oldest(rollouts: Rollouts) -> int:
+    """The oldest version that sampled a token to learn from."""
+    outputs = rollouts.trained
+    return min(v for output in outputs for v in output.response_versions if v >= 0)
 
 
 @pytest.fixture
@@ -68,16 +84,19 @@ def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(engine, 
 
     assert calls["long"].result(timeout=HANGS).versions == [0] * 7 + [1] * 9 + [2] * 14
     assert calls["late"].result(timeout=HANGS).versions == [1] * 9 + [2] * 3
-    # A token's logprob is that of the weights its version names, and of no others.
     for call in calls.values():
         out = call.result()
-        versions = torch.tensor(out.versions)
-        for version, model in enumerate(models[:3]):
-            difference = torch.tensor(out.logprobs)
-            difference -= hf_logprobs(model, out.prompt_ids, out.token_ids)
-            assert difference[versions == version].abs().sum() < 1e-3
-            others = difference[versions != version].abs()
-            assert not len(others) or others.max() > 0.01
+        output = output_of(
+            [1] * len(out.token_ids),
+            out.prompt_ids,
+            out.token_ids,
+            response_logprobs=out.logprobs,
+            response_versions=out.versions,
+        )
+        check_versions(models[:3], output)
+    engine.sleep()  # nothing is left
+    assert not (engine.running or engine.waiting or engine.inbox)
+    assert not engine.core.has_unfinished_requests()
 
 
 # Where gates hold trajectories: before the first turn, between the two, after the second.
@@ -87,11 +106,14 @@ START, MIDDLE, END = "start", "middle", "end"
 class Task:
     """Gates, (prompt, where), that hold the trajectories of a group; notes who came and left.
 
-    outcome(prompt, sample): the reward, None to fail; by default the row's index."""
+    fails, skips: prompts whose loops do so. outcome(prompt, sample): the reward, None to
+    fail; by default the row's index."""
 
-    def __init__(self, *held, outcome=None):
+    def __init__(self, *held, fails=(), skips=(), outcome=None):
         self.gates = {gate: asyncio.Event() for gate in held}
         self.at = collections.Counter()  # trajectories that wait at each gate
+        self.fails = fails
+        self.skips = skips
         self.outcome = outcome
         self.created = []
         self.released = []
@@ -115,6 +137,10 @@ class Gated(AgentLoopBase):
         task.created.append(self.engine.name)
         try:
             await self.through(number, START)
+            if number in task.fails:
+                raise KeyError("the agent loop broke")
+            if number in task.skips:
+                return []
             trajectory = self.start(row)
             sampling_params |= {"ignore_eos": True, "stop_token_ids": [], "max_tokens": 6}
             await self.assistant_turn(trajectory, sampling_params)
@@ -147,6 +173,7 @@ class Run:
     def __init__(self, models, run, task: Task, rows=None, **flags):
         engine, background, tokenizer, args = run
         flags = {
+            "agent": "test_gated",
             "num_steps": 20,
             "prompts_per_step": 2,
             "group_size": 2,
@@ -159,7 +186,8 @@ class Run:
         self.engine = engine
         engine.args.deterministic = True
         self.run = stage(engine, background, task, tokenizer, self.args)
-        self.run.rows = {"train": rows or make_rows(*["x"] * 7, agent="test_gated")}
+        prompt = [{"role": "user", "content": "What is 12+34?"}]
+        self.run.rows = {"train": rows or [{"prompt": prompt, "index": i} for i in range(7)]}
         self.pool = self.run.pool = training_pool(self.run, 0)
 
     def step(self, version: int) -> Rollouts:
@@ -170,8 +198,8 @@ class Run:
         wait_for_rewards(rollouts, self.run.background, self.run.stop)
         return rollouts
 
-    def open(self, gate: tuple[int, str], after: Callable[[], bool] = lambda: True) -> None:
-        """Opens a gate once both members wait there and `after` is true: maybe in a rollout."""
+    def later(self, gate: tuple, after: Callable[[], bool]) -> None:
+        """Opens a gate during a rollout: once both members wait there and `after` is true."""
 
         async def opens():
             while not (after() and self.task.at[gate] == 2):
@@ -179,6 +207,12 @@ class Run:
             self.task.gates[gate].set()
 
         self.run.background.submit(opens())
+
+    def open(self, *gates: tuple[int, str]) -> None:
+        for gate in gates:
+            wait_for(lambda gate=gate: self.task.at[gate] == 2)
+            self.run.background.loop.call_soon_threadsafe(self.task.gates[gate].set)
+        wait_for(lambda: not any(self.task.at[gate] for gate in gates))
 
     def ended(self) -> int:
         """How many groups have come to their end."""
@@ -230,13 +264,15 @@ def versions(rollouts: Rollouts) -> list[tuple[int, int]]:
     return found
 
 
-def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(make_run):
+def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(make_run, models):
     task = Task((0, MIDDLE), (3, END), (5, START), (6, MIDDLE))
     run = make_run(task)
     # Capacity is (1 + 1) * 2: prompts 0 to 3. 0 is waited for; 1 and 2 would make a batch.
-    run.open((0, MIDDLE), after=lambda: run.ended() == 2 and task.at[3, END] == 2)
+    run.later((0, MIDDLE), after=lambda: run.ended() == 2 and task.at[3, END] == 2)
     first = run.step(0)
     assert prompts(first) == [0, 1] and run.started() == {0, 1, 2, 3}
+    order = data.prompt_order(7, 0, 4, run.args.seed)
+    assert [o.reward for o in first.outputs] == [order[0], order[0], order[1], order[1]]
 
     # While the policy trains, 3 ends: the next batch is there when its rollout begins.
     run.open((3, END))
@@ -245,7 +281,7 @@ def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(make_
     assert prompts(second) == [2, 3] and versions(second) == [(0, 0)] * 4
 
     # 5 is waited for, whatever else is done; 6 and 7 start meanwhile.
-    run.open((5, START), after=lambda: run.ended() == 6 and task.at[6, MIDDLE] == 2)
+    run.later((5, START), after=lambda: run.ended() == 6 and task.at[6, MIDDLE] == 2)
     third = run.step(2)
     assert prompts(third) == [4, 5] and versions(third) == [(2, 2)] * 4
     assert run.pool.next_prompt(3) == 6
@@ -254,7 +290,17 @@ def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(make_
     fourth = run.step(3)
     assert prompts(fourth) == [6, 7]
     assert versions(fourth) == [(2, 3), (2, 3), (2, 2), (2, 2)]
-    assert not any(+rollouts.lost for rollouts in (first, second, third, fourth))
+    for rollouts in (first, second, third, fourth):
+        assert not +rollouts.lost
+        for output in rollouts.outputs:
+            check_versions(models, output)
+
+
+def test_a_step_without_any_output_ends_the_run_with_the_reason(make_run):
+    run = make_run(Task(fails=[0], skips=[1]), max_staleness=0)
+    said = "step 1 produced no sampled tokens: .*KeyError: 'the agent loop broke'"
+    with pytest.raises(BadInput, match=said):
+        run.step(0)
 
 
 def test_groups_without_signal_are_replaced_by_the_next_prompts(make_run):
@@ -273,6 +319,7 @@ def test_groups_without_signal_are_replaced_by_the_next_prompts(make_run):
 
     rollouts = run.step(1)
     assert prompts(rollouts) == [8, 10, 11, 12] and +rollouts.lost == {"failed_reward": 3}
+    run.nothing_is_left()
     assert run.run.store.num_keys() == 3  # of the pool, none of a group
 
 
@@ -292,17 +339,20 @@ def test_groups_alike_that_filled_a_batch_are_not_replaced_later(make_run):
     run = make_run(task, num_steps=6, max_gen_batches=2)
     assert prompts(run.step(0)) == [2, 3]  # 0 and 1 were skipped
     assert run.started() <= set(range(6))  # capacity 4, and two replacements
-    run.open((4, MIDDLE), after=lambda: run.ended() >= 7)
+    run.later((4, MIDDLE), after=lambda: run.ended() >= 7)
     assert prompts(run.step(1)) == [4, 5]
     assert run.started() == set(range(8))
+    for step in (2, 3):
+        rollouts = run.step(step)
+        assert prompts(rollouts) == [2 * step + 2, 2 * step + 3]
+        assert step - oldest(rollouts) <= 1
 
 
 def test_what_is_under_way_settles_for_an_evaluation(make_run, monkeypatch):
     task = Task((2, MIDDLE), (3, START), (4, START))
     run = make_run(task)
     assert prompts(run.step(0)) == [0, 1]
-    run.open((2, MIDDLE))
-    run.open((3, START))
+    run.open((2, MIDDLE), (3, START))
     wake(run.engine, run.models[1], 1)
     run.pool.finish_running()
     assert run.started() == set(range(4))  # nothing new is started
@@ -317,47 +367,20 @@ def test_what_is_under_way_settles_for_an_evaluation(make_run, monkeypatch):
     assert versions(rollouts) == [(0, 1), (0, 1), (1, 1), (1, 1)]
     run.open((4, START))
     wake(run.engine, run.models[2], 2)
-    monkeypatch.setattr(processes, "all_gather", lambda x: [x, None])  # another rank's stop
-    with pytest.raises(Stopped):
-        run.pool.finish_running()
+    with monkeypatch.context() as patch:  # another rank was told to stop
+        patch.setattr(processes, "all_gather", lambda x: [x, None])
+        with pytest.raises(Stopped):
+            run.pool.finish_running()
     run.pool.end()
     run.nothing_is_left()
 
 
-@register("test_endless")
-class Endless(AgentLoopBase):
-    async def run(self, sampling_params, **row):
-        sampling_params |= {"max_tokens": 60, "ignore_eos": True}
-        while True:
-            await self.engine.generate(
-                request_id="", prompt_ids=[5], sampling_params=sampling_params
-            )
-
-
-def test_after_a_stop_in_an_evaluation_the_engine_sleeps(
-    engine, background, tokenizer, args, tiny_model, monkeypatch
-):
-    moves = []
-    monkeypatch.setattr(train, "offload", lambda run, device: moves.append(device))
-    run = stage(engine, background, types.SimpleNamespace(), tokenizer, args)
-    net = types.SimpleNamespace(model=hf_model(tiny_model), engine_dtype="as it is")
-    run.policy = types.SimpleNamespace(net=net)
-    run.pool = types.SimpleNamespace(finish_running=lambda: None)
-    run.accelerator = types.SimpleNamespace(device="a GPU")
-    run.done = 3
-    run.rows = {"val": make_rows("x", agent="test_endless")}
-    run.stopped = True
-    with pytest.raises(Stopped):
-        train.evaluate(run)
-    assert engine.state == "asleep" and moves == ["cpu", "a GPU"]
-    assert not engine.requests
-    engine.abort_all()
-    assert not engine.core.has_unfinished_requests()
-
-
 def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
-    members = [(4, 0, "1101"), (4, 1, "11"), (7, 0, "1001")]
-    outputs = [output_with(*member, reward=1.0) for member in members]
+    outputs = [
+        output_with(4, 0, "1101", 1.0),
+        output_with(4, 1, "11", 1.0),
+        output_with(7, 0, "1001", 1.0),
+    ]
     for each, versions in zip(outputs, ([3, 3, -1, 5], [5, 5], [4, -1, -1, 4])):
         each.response_versions = versions
     batch = data.make_batch(outputs)
@@ -388,9 +411,12 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     # Under staleness, a single update of PPO clips the ratio to the engine. Others have weights,
     # and no small ratio is dropped: decoupled PPO.
     ({"max_staleness": 1}, ("bypass", [0.0], [1.0])),
+    ({"max_staleness": 1, "algo": "dapo"}, ("bypass", [0.0], [1.0])),
+    ({"max_staleness": 1, "prompts_per_mini_batch": 8}, ("icepop", [0.0], [5.0])),
     ({"max_staleness": 1, "epochs": 2}, ("icepop", [0.0], [5.0])),
-    ({"max_staleness": 1, "algo": "cispo"}, ("icepop", [0.0], [5.0])),
-    ({"max_staleness": 1, "rollout_correction": "icepop"}, ("icepop", [0.0], [5.0])),
+    *[({"max_staleness": 1, "algo": name}, ("icepop", [0.0], [5.0]))
+      for name in ("gspo", "gmpo", "cispo", "sapo", "rloo")],
+    ({"max_staleness": 1, "rollout_correction": "tis"}, ("tis", [0.0], [2.0])),
     ({"rollout_correction": "icepop:0.3:8"}, ("icepop", [0.3], [8.0])),
     ({"rollout_correction": "tis:1.5,seq_mask:0:1"}, ("tis,seq_mask", [0.0, 0.0], [1.5, 1.0])),
 ])  # fmt: skip
@@ -401,12 +427,13 @@ def test_rollout_corrections_and_their_bounds(flags, correction):
 
 
 def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
-    out = tmp_path / "run"
+    out, diary = tmp_path / "run", tmp_path / "diary"
+    env = {"TINY_TASK_PAUSE": "0.2", "TINY_TASK_DIARY": diary}
     flags = [
         *[*TINY, "--agent", "slow_turns", "--num_steps", "1000", "--save_every", "2"],
         *["--max_staleness", "1", "--oversample", "1.5", "--output_dir", out],
     ]
-    with grouped(*flags, cache=cache) as ranks:
+    with grouped(*flags, cache=cache, **env) as ranks:
         wait_for(lambda: lines(out / "metrics.jsonl") >= 4)
         for process in ranks:
             process.kill()
@@ -417,7 +444,10 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
         return max((out / "checkpoints").glob("step_*/step.json"))
 
     resumed = int(newest().parent.name[5:])
-    with grouped(*flags, "--resume", cache=cache) as ranks:
+    assert json.loads(newest().read_text())["next_prompt"] == 4 * resumed
+
+    diary.write_text("")
+    with grouped(*flags, "--resume", cache=cache, **env) as ranks:
         # Or a later one: a busy machine may look only when this one is gone again.
         wait_for(lambda: int(newest().parent.name[5:]) >= resumed + 2)
         for process in ranks:
@@ -427,6 +457,9 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
     assert f"resuming after step {resumed}" in output and "stopping" in output
     rows = metrics_of(out)
     done = rows[-1]["step"]
+    assert [row["step"] for row in rows] == list(range(done + 1))
+    came = diary.read_text()
+    assert came.count("+") == came.count("-") > 0  # all agent loops have cleaned up
 
     # Every prompt is trained on once, in its order, whoever ran it, whatever was stopped.
     order = data.prompt_order(24, 0, 4 * done, 0)
@@ -439,116 +472,3 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
         assert rows[step]["rollout/logp_diff_max"] < 1e-3
     last = json.loads((out / f"checkpoints/step_{done:06d}/step.json").read_text())
     assert last["next_prompt"] == 4 * done
-
-
-# ---------------------------------------------------------------- a task's sampler
-
-
-def drawn(rollouts) -> list[tuple[int, int]]:
-    """The (prompt, row) of each group."""
-    firsts = [output.extra for output in rollouts.outputs if output.extra["sample"] == 0]
-    return [(extra["prompt"], extra["index"]) for extra in firsts]
-
-
-@pytest.fixture
-def sampled(make_run):
-    """Makes a run on 7 rows, whose task has a sampler."""
-
-    def make(sampler, task=None, **flags):
-        task = task or Task()
-        task.sampler = sampler
-        run = make_run(task, **flags)
-        run.run.history = []
-        run.run.rows = {"train": [None] * 7}
-        run.run.clock = Clock()
-        run.run.done = 0
-        return run
-
-    return make
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_rows_are_the_samplers_and_rewards_reach_it(sampled, staleness):
-    told = []
-
-    def choose(history) -> int:
-        return random.Random(json.dumps(history)).randrange(7)
-
-    def sampler(history):
-        told.append(copy.deepcopy(history))
-        row = choose(history)
-        for entry in history:  # it is a copy
-            entry.clear()
-        return row
-
-    run = sampled(sampler, max_staleness=staleness)
-    rows = []
-    for step in range(4):
-        rollouts = run.step(step)
-        rows += drawn(rollouts)
-        train.add_rewards(run.run, rollouts, data.make_batch(rollouts.trained))
-        run.run.done += 1
-    history = run.run.history
-    # One call for each prompt, in order, with all before it. The entry is its answer.
-    assert [len(before) for before in told] == list(range(len(history)))
-    assert [entry[0] for entry in history] == [choose(before) for before in told]
-    ahead = 2 * staleness  # prompts a step, drawn so many steps before they are needed
-    assert len(history) == 8 + ahead
-    assert [entry[1] for entry in history[: 2 + ahead]] == [0] * (2 + ahead)
-    # Every row that was drawn is the chosen one. The rewards of both members (its index)
-    # came by the next choice.
-    assert sorted(rows) == [(prompt, history[prompt][0]) for prompt in range(8)]
-    for prompt, (row, _, *rewards) in enumerate(history):
-        assert rewards == [row, row] * (prompt < 8)
-    assert told[2 + ahead][:2] == history[:2] and told[1 + ahead][0][2:] == []
-
-
-def test_rows_of_replacements_are_chosen_at_the_start(sampled):
-    """Later one rank may have seen more rewards than another."""
-    task = Task(outcome=lambda n, j: float(j))
-    run = sampled(lambda history: len(history) % 7, task, max_staleness=0, max_gen_batches=3)
-    assert drawn(run.step(0)) == [(0, 0), (1, 1)]  # none was replaced
-    assert run.run.history == [[row, 0] for row in range(2 + 2 * 2)]
-
-
-@pytest.mark.parametrize("sampler, said", [
-    (lambda history: 7, "its result has 7: must be int in [0, 6]"),
-    (lambda history: 1 // len(history), "ZeroDivisionError"),
-])  # fmt: skip
-def test_a_sampler_that_fails_is_named(sampled, sampler, said):
-    run = sampled(sampler, max_staleness=0)
-    with pytest.raises(BadInput, match="^the task's sampler failed") as error:
-        run.step(0)
-    assert said in str(error.value) and run.run.history == []
-
-
-def test_a_row_that_can_not_be_read_costs_its_prompt_alone(make_run):
-    """Only the first rows of a large table are read before the start."""
-    good, bad = data.prompt_order(7, 0, 2, Args().seed)
-
-    class Table(list):
-        def __getitem__(self, index):
-            if index == bad:
-                raise BadInput("it is no row")
-            return super().__getitem__(index)
-
-    rows = Table(make_rows(*["x"] * 7, agent="test_gated"))
-    run = make_run(Task(), rows=rows, max_staleness=0)
-    rollouts = run.step(0)
-    assert drawn(rollouts) == [(0, good)]
-    assert [error["prompt"] for error in rollouts.errors] == [1, 1]
-    assert "it is no row" in rollouts.errors[0]["error"]
-
-
-def test_the_curriculum_prefers_groups_that_disagree_and_comes_back_to_the_others():
-    task = data.load_task(str(REPO / "examples/curriculum.py"))
-    history = []
-    for step in range(180):
-        start = len(history)
-        for _ in range(8):
-            history.append([task.sampler(history), step])
-        for entry in history[start:]:
-            entry += [0.0, 0.0] if entry[0] % 16 else [0.0, 1.0]
-    assert len({row for row, *_ in history}) == 512  # each is tried
-    late = [row % 16 == 0 for row, *_ in history[-200:]]
-    assert 0.8 < sum(late) / 200 < 1

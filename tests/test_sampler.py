@@ -1,0 +1,130 @@
+"""A task's sampler: what it is told, which rows are drawn. See test_train.py for a whole run."""
+
+import json
+import random
+
+import pytest
+from conftest import REPO
+from test_async import Task, make_run, models  # noqa: F401  (fixtures)
+
+import data
+import train
+from agent_loop import BadInput
+from flatrl.metrics import Clock
+
+
+def drawn(rollouts) -> list[tuple[int, int]]:
+    """The (prompt, row) of each group."""
+    firsts = [output.extra for output in rollouts.outputs if output.extra["sample"] == 0]
+    return [(extra["prompt"], extra["index"]) for extra in firsts]
+
+
+@pytest.fixture
+def sampled(make_run):  # noqa: F811
+    """Makes a run on 7 rows, whose task has a sampler."""
+
+    def make(sampler, task=None, **flags):
+        task = task or Task()
+        task.sampler = sampler
+        run = make_run(task, **flags)
+        run.run.history = []
+        run.run.rows = {"train": [None] * 7}
+        run.run.clock = Clock()
+        run.run.done = 0
+        return run
+
+    return make
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_rows_are_the_samplers_and_rewards_reach_it(sampled, staleness):
+    told = []
+
+    def choose(history) -> int:
+        return random.Random(json.dumps(history)).randrange(7)
+
+    def sampler(history):
+        told.append(json.loads(json.dumps(history)))
+        row = choose(history)
+        for entry in history:  # it is a copy
+            entry.clear()
+        history.clear()
+        return row
+
+    run = sampled(sampler, max_staleness=staleness)
+    rows = []
+    for step in range(4):
+        rollouts = run.step(step)
+        rows += drawn(rollouts)
+        train.add_rewards(run.run, rollouts, data.make_batch(rollouts.trained))
+        run.run.done += 1
+    history = run.run.history
+    # One call for each prompt, in order, with all before it. The entry is its answer.
+    assert [len(before) for before in told] == list(range(len(history)))
+    assert [entry[0] for entry in history] == [choose(before) for before in told]
+    ahead = 2 * staleness  # prompts a step, drawn so many steps before they are needed
+    assert len(history) == 8 + ahead
+    assert [entry[1] for entry in history[: 2 + ahead]] == [0] * (2 + ahead)
+    # Every row that was drawn is the chosen one. The rewards of both members (its index)
+    # came by the next choice.
+    assert sorted(rows) == [(prompt, history[prompt][0]) for prompt in range(8)]
+    for prompt, (row, _, *rewards) in enumerate(history):
+        assert rewards == [row, row] * (prompt < 8)
+    assert told[2 + ahead][:2] == history[:2] and told[1 + ahead][0][2:] == []
+
+
+def test_rows_of_replacements_are_chosen_at_the_start(sampled):
+    """Later one rank may have seen more rewards than another."""
+    task = Task(outcome=lambda n, j: float(j))
+    run = sampled(lambda history: len(history) % 7, task, max_staleness=0, max_gen_batches=3)
+    assert drawn(run.step(0)) == [(0, 0), (1, 1)]  # none was replaced
+    assert run.run.history == [[row, 0] for row in range(2 + 2 * 2)]
+
+
+@pytest.mark.parametrize("sampler, said", [
+    (lambda history: 7, "its result has 7: must be int in [0, 6]"),
+    (lambda history: None, "its result has None"),
+    (lambda history: 1 // len(history), "ZeroDivisionError"),
+])  # fmt: skip
+def test_a_sampler_that_fails_is_named(sampled, sampler, said):
+    run = sampled(sampler, max_staleness=0)
+    with pytest.raises(BadInput, match="^the task's sampler failed") as error:
+        run.step(0)
+    assert said in str(error.value) and run.run.history == []
+
+
+def test_a_row_that_can_not_be_read_costs_its_prompt_alone(make_run):  # noqa: F811
+    """Only the first rows of a large table are read before the start."""
+    run = make_run(Task(), max_staleness=0)
+    good, bad = data.prompt_order(7, 0, 2, run.args.seed)
+
+    class Table(list):
+        def __getitem__(self, index):
+            if index == bad:
+                raise BadInput("it is no row")
+            return super().__getitem__(index)
+
+    run.pool.end()
+    rows = run.run.rows["train"]
+    run = make_run(run.task, max_staleness=0, rows=Table(rows))
+    rollouts = run.step(0)
+    assert drawn(rollouts) == [(0, good)]
+    assert [error["prompt"] for error in rollouts.errors] == [1, 1]
+    assert "it is no row" in rollouts.errors[0]["error"]
+
+
+def test_the_curriculum_prefers_groups_that_disagree_and_comes_back_to_the_others():
+    task = data.load_task(str(REPO / "examples/curriculum.py"))
+    history = []
+    for step in range(180):
+        start = len(history)
+        for _ in range(8):
+            history.append([task.sampler(history), step])
+        chosen = [entry[0] for entry in history[start:]]
+        assert len(set(chosen)) == 8  # none while it is under way
+        for entry in history[start:]:
+            entry += [0.0, 0.0] if entry[0] % 16 else [0.0, 1.0]
+    assert len({row for row, *_ in history}) == 512  # each is tried
+    assert sum(row % 16 > 0 for row, *_ in history) < 720
+    late = [row % 16 == 0 for row, *_ in history[-200:]]
+    assert 0.8 < sum(late) / 200 < 1
