@@ -947,7 +947,7 @@ class ToolAgentLoop(AgentLoopBase):
             n_images = len(trajectory.images) + len(images)
             response = self._record_response(trajectory, name, response, n_images)
             content = self._content(response)
-            if n_left_out:  # the template shows one call, so there is one response
+            if n_left_out:  # the message shows one call, so there is one response
                 trajectory.count("tool_errors", n_left_out)
                 note = f"Error: {n_left_out} more calls were not executed: call one tool at a time"
                 content = _join_contents([content, note], "\n")
@@ -2250,7 +2250,9 @@ class ChatTemplate:
 
     def _opened_and_written(self, chat, turn, tools=None):
         """Returns two texts: the end of the chat's generation prompt that the chat with the turn
-        lacks, and what that chat has in its place."""
+        lacks, and what that chat has in its place.
+
+        R1's prompt "U: 2+2 A: <think>" and its chat "U: 2+2 A: 4<EOS>" give "<think>", "4<EOS>"."""
         prompt = self.text(chat, tools, True)
         history = self.text([*chat, turn], tools)
         shared = commonprefix([prompt, history])

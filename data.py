@@ -638,7 +638,7 @@ class EndToEnd:
         for row, unit in enumerate(batch.units.unit_of_row.tolist()):
             start = unit_ends[unit]
             if unit in previous_rows and _continues(batch, row, previous_rows[unit]):
-                # The width of the first token is 2. So it takes the place after the last one.
+                # The empty place of its first token is then the last place of the previous output.
                 start -= 1
             output_starts.append(start)
             unit_ends[unit] = start + output_widths[row]

@@ -151,7 +151,7 @@ def turn_ends(mask: BT) -> BT:
 
 def last_places(mask: NS) -> N:
     """Returns the place of each row's last mask-1 token; 0 for a row without any."""
-    places = torch.arange(mask.shape[1])
+    places = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(mask.bool(), places, 0).amax(1)
 
 
@@ -331,7 +331,7 @@ def bootstrapped(rewards: NS, values: NS, mask: NS, truncated: N, gamma: float) 
     critic has none there, so V is its value before the last mask-1 token."""
     mask, rewards, values = _masked(mask, rewards, values)
     last = last_places(mask)  # (N,)
-    rows = torch.arange(len(mask))
+    rows = torch.arange(len(mask), device=mask.device)
     added = torch.where(truncated, gamma * values[rows, last], 0)
     return rewards.index_put((rows, last), added, accumulate=True)
 
@@ -685,9 +685,9 @@ def _reinforce(logprobs, advantages):
 
 
 class _Correction(NamedTuple):
-    ratio_of: str
+    ratio_of: str  # "token", "row" (their product) or "row mean" (their geometric mean)
     outside: str  # what happens outside the bounds
-    low: float  # the default bounds; "truncate" ignores low
+    low: float  # the default bounds; "truncate" ignores low, and "nothing" both
     high: float
 
 

@@ -815,8 +815,10 @@ class Session:
         return await self._call(self.engine, "generate", sampling_params=sampling_params, **call)
 
     async def score(self, *, request_id: str, prompt_ids: list[int]) -> list[float]:
-        """Returns logprobs, as Engine.score does. Raises RuntimeError as `generate` does, and in a
-        step of demonstrations alone, for which the engine is not woken."""
+        """Returns the logprob of each token but the first (see `AgentLoopBase.score`).
+
+        The temperature is 1. Raises RuntimeError once the agent loop is over and, without --max_staleness, in a step of
+        demonstrations alone, for which the engine is not woken."""
         if self.scorer and self.scorer.state == "asleep" and not self.scorer.args.max_staleness:
             raise RuntimeError("a step of demonstrations alone has no engine that could score")
         return await self._call(self.scorer or self.engine, "score", prompt_ids=prompt_ids)
@@ -933,8 +935,8 @@ def checked_outputs(
 ) -> list[AgentLoopOutput]:
     """Returns what an agent loop returned as a list of outputs.
 
-    oldest_version: of the weights that sampled its tokens. Raises ValueError or TypeError if it
-    can't be trained."""
+    oldest_version: of the weights that may have sampled their tokens, -1 for a demonstration.
+    Raises ValueError or TypeError for an output that can't be trained."""
     engine = context.engine
     name = type(loop).__name__
     outputs = [*returned] if isinstance(returned, list | tuple) else [returned]
@@ -1133,7 +1135,7 @@ class Pool:
     prompt may start. A step replaces at most `replacements` groups and trains on any further ones.
 
     Ranks draw the next prompt from a shared counter when they have room for a rollout. With
-    --deterministic a prompt's rank is its number modulo the number of engines."""
+    --deterministic a prompt's engine is its number modulo the number of engines."""
 
     context: Context
     background: Background
@@ -1404,7 +1406,8 @@ class Pool:
         there the time at which a group starts must not depend on the speed of others."""
         all_have_ended = self.first + n_ended == self.limit
         if self.replacements and (all_have_ended or not self.args.deterministic):
-            # Those that were not handed out yet, also of later batches.
+            # The store counts all of them. Left are those that were not handed out yet, also of
+            # later batches.
             n_without_signal = self.store.add("no_signal", 0) - self.n_without_signal
             self._set_limit(capacity + min(n_without_signal, self.replacements))
 
@@ -1574,7 +1577,8 @@ def rollout(
 ) -> Rollouts:
     """Runs group_size rollouts of each row, waits for their rewards, and returns them.
 
-    Evaluations use it. The rollouts are the only batch of a pool of their own. All ranks pass the
+    Evaluations use it, with kind "eval"; with "train", demonstrations of the rows are played. The
+    rollouts are the only batch of a pool of their own. All ranks pass the
     same rows and get the same result. The engine must be awake, and no other pool running. A
     rollout whose agent loop or reward raises is dropped and counted, and so is one whose loop
     returns []. Raises Stopped, BadReward as `wait_for_rewards` does, and NothingLeft if nothing was

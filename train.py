@@ -190,11 +190,11 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
     batch["ref_top_ids"], which the reference finds likeliest, and batch["ref_top_logprobs"]. A
     step with a single update may need no old logprobs: see `update_policy`."""
     args = run.args
-    run.clock.lap("batch")
+    run.clock.lap("batch")  # ends that part
     if args.rollout_only:  # nothing is trained
         return
     has_several_updates = args.updates_per_step > 1
-    # No update of the policy computes them then, and the engine is compared with them.
+    # Then no update of the policy computes the logprobs with which the engine's are compared.
     only_critic_learns = step < args.critic_warmup
     kl_is_in_reward = args.kl_coef and args.kl_in == "reward"
     asked = {"logprobs_old", "entropy"} & {*args.estimator_takes}
@@ -325,11 +325,11 @@ def estimate_advantages(
     args: Args,
     state: dict | None = None,
 ) -> BT:
-    """Returns the advantages by --adv_estimator, (B, T).
+    """Returns the advantages by --adv_estimator, (B, T), whitened with --whiten_advantages.
 
     The estimator is one of losses.py or of the task file (`losses.estimator`). It sees each unit
     as one sequence: its outputs laid end to end (data.EndToEnd). It returns one number for each
-    unit, (N,), or for each token, (N, S). With a critic, this also sets batch["returns"]. state:
+    unit, (N,), or for each token, (N, S). If it takes values, batch["returns"] is set, too. state:
     Run.estimator_state. Raises BadInput for other results, and for a state that can't be saved."""
     estimate = losses.ESTIMATORS[args.adv_estimator]
     units = batch.units
@@ -373,7 +373,7 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     epochs = range(args.epochs)
     seeds = [data.stable_hash(args.seed, step, epoch) for epoch in epochs]
     for rows in data.mini_batches(prompts, args.updates_per_epoch, seeds):
-        n_tokens = batch["lengths"][rows].sum().item()
+        n_tokens = batch["lengths"][rows].sum().item()  # with prompts and what was given
         metrics = {"actor/lr": lr, "batch/tokens": n_tokens}
         if step >= args.critic_warmup:
             metrics |= update_policy(run, batch, rows)
@@ -399,7 +399,7 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     metrics, logprobs = optimise(
         run.policy, policy_objective, batch, names, rows, args, run.accelerator, args.loss_agg
     )
-    if "logprobs_old" not in batch:
+    if "logprobs_old" not in batch:  # this is the only update of the step, of all rows
         batch["logprobs_old"] = all_sum(logprobs)  # to be compared with the engine's
     return metrics
 
