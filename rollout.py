@@ -817,8 +817,8 @@ class Session:
     async def score(self, *, request_id: str, prompt_ids: list[int]) -> list[float]:
         """Returns the logprob of each token but the first (see `AgentLoopBase.score`).
 
-        The temperature is 1. Raises RuntimeError once the agent loop is over and, without --max_staleness, in a step of
-        demonstrations alone, for which the engine is not woken."""
+        The temperature is 1. Raises RuntimeError once the agent loop is over and, without
+        --max_staleness, in a step of demonstrations alone, for which the engine is not woken."""
         if self.scorer and self.scorer.state == "asleep" and not self.scorer.args.max_staleness:
             raise RuntimeError("a step of demonstrations alone has no engine that could score")
         return await self._call(self.scorer or self.engine, "score", prompt_ids=prompt_ids)
