@@ -126,24 +126,20 @@ def test_a_template_that_ignores_tools_is_told_of(tokenizer):
             check_tokenizer(tokenizer, tokenizer, {"prompt": prompt}, calculator)
 
 
-def train_on(found, step: int, outputs: list, advantage: float = 0.0, **metrics: float):
-    """A step; the token behind the mask teaches nothing."""
-    advantages = torch.tensor([[advantage, 5.0]])
-    batch = {"advantages": advantages, "response_mask": torch.tensor([[1.0, 0.0]])}
-    rollouts = SimpleNamespace(sampled=outputs, outputs=outputs, trained=[])
-    found.step({"step": step} | metrics, rollouts, batch)
-
-
 def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch):
     monkeypatch.setattr(notices, "SHOW_EVERY", 6)
     found = notices_of(log)
     outputs = sampled(2, reward=0.0, metrics={"tool_calls": 0}, stop_reason="length")
     first = outputs[0]
     monkeypatch.setattr(notices, "whole_text", lambda output, _: f"it is {output is first}")
+    rollouts = SimpleNamespace(sampled=outputs, outputs=outputs, trained=[])
+    mask = torch.tensor([[1.0, 0.0]])  # the token behind the mask teaches nothing
     for step, advantage in enumerate((0, 0, 1, 0, 0, 0, 0, 0), 1):
+        advantages = torch.tensor([[advantage, 5.0]])
+        batch = {"advantages": advantages, "response_mask": mask}
         if step == 7:
             first.extra["demonstration"] = True
-        train_on(found, step, outputs, advantage)
+        found.step({"step": step}, rollouts, batch)
     found.step({"step": 9})  # an evaluation alone
     assert log.said.count("something else") == 8
     said = [text for text in log.said if text != "something else"]
@@ -159,20 +155,24 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch)
 
 def test_a_step_in_which_all_is_right_is_no_warning(log):
     found = notices_of(log)
+    mask = torch.ones(1, 2)
     for step, (rewards, advantage) in enumerate([((0, 1), 1), ((1, 1), 0), ((1, 1), 0)], 2):
-        train_on(found, step, [*sampled(1, reward=rewards[0]), *sampled(1, reward=1)], advantage)
+        outputs = [sampled(1, reward=float(reward))[0] for reward in rewards]
+        rollouts = SimpleNamespace(sampled=outputs, outputs=[], trained=[])
+        batch = {"advantages": advantage * mask, "response_mask": mask}
+        found.step({"step": step}, rollouts, batch)
     said = [text for text in log.said if "taught nothing" in text]
     assert said == ["step 3 taught nothing: all rewards are 1, the highest"]
 
 
-@pytest.mark.parametrize("reward_coef, metric, n_warnings", [
-    (0.0, "actor/kl", 0),
-    (1.0, "actor/kl", 1),
-    (1.0, "actor/observation_loss", 0),
-])  # fmt: skip
-def test_other_losses_teach_without_advantages(reward_coef, metric, n_warnings, log):
+@pytest.mark.parametrize("reward_coef, n_warnings", [(0.0, 0), (1.0, 1)])
+def test_distillation_by_the_loss_teaches_without_advantages(reward_coef, n_warnings, log):
     log.args.reward_coef = reward_coef
-    train_on(notices_of(log), 2, sampled(2, reward=0.0), **{metric: 0.5})
+    batch = {"advantages": torch.zeros(1, 2), "response_mask": torch.ones(1, 2)}
+    rollouts = SimpleNamespace(sampled=sampled(2, reward=0.0), outputs=[], trained=[])
+    notices_of(log).step({"step": 2, "actor/kl": 0.5}, rollouts, batch)
+    assert sum("taught nothing" in text for text in log.said) == n_warnings
+    notices_of(log).step({"step": 2, "actor/observation_loss": 0.5}, rollouts, batch)
     assert sum("taught nothing" in text for text in log.said) == n_warnings
 
 

