@@ -8,6 +8,7 @@ import transformers
 import vllm
 from conftest import SMALL_CACHE
 
+import train
 from agent_loop import BadInput
 from flatrl import models
 from flatrl.vllm_engine import check_model
@@ -35,12 +36,18 @@ def refusal(function, *arguments) -> str:
     return str(caught.value)
 
 
-def test_a_quantised_model_is_refused(tmp_path):
-    quantization = {"quant_method": "gptq", "bits": 4}
-    config = config_of("qwen3", "Qwen3ForCausalLM", quantization_config=quantization)
-    config.save_pretrained(tmp_path)
-    said = f"--model {tmp_path} is quantised: only unquantised weights can be"
-    assert said in refusal(models.load_tokenizer, args_of(tmp_path))
+GPTQ = {"quant_method": "gptq", "bits": 4}
+
+
+@pytest.mark.parametrize("load, names, more, said", [
+    (models.load_tokenizer, ("qwen3", "Qwen3ForCausalLM"), {"quantization_config": GPTQ},
+     "is quantised: only unquantised weights can be"),
+    (train.Policy, ("vit", "ViTForImageClassification"), {},
+     "can't be loaded for training: Unrecognized config"),
+])  # fmt: skip
+def test_a_model_that_can_not_be_trained(load, names, more, said, tmp_path):
+    config_of(*names, **more).save_pretrained(tmp_path)
+    assert f"--model {tmp_path} {said}" in refusal(load, args_of(tmp_path))
 
 
 def test_a_model_that_vllm_does_not_serve(tmp_path, tiny_model, process_group):
