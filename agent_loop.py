@@ -2203,7 +2203,7 @@ class ChatTemplate:
         beside_content = written.replace(content.strip(), "", 1)
         shows_calls = all(call["name"] in beside_content for call in calls)
         # After the prompt, because some tokenizers put a space before words in other places.
-        prompt = self.text([PROBE_USER], None, True)
+        prompt = self._probe_prompt
         start = _tokenise(self.tokenizer, prompt)
         ids = _tokenise(self.tokenizer, prompt + written)
         if ids[: len(start)] == start:
@@ -2214,6 +2214,11 @@ class ChatTemplate:
             raise ValueError(f"the policy could not say this turn of a demonstration: {turn}")
         stop = self.call_end if calls else self.answer_end
         return [*ids, self.tokenizer.eos_token_id if stop is None else stop]
+
+    @functools.cached_property
+    def _probe_prompt(self):
+        """The text of a prompt, with the generation prompt at its end."""
+        return self.text([PROBE_USER], None, True)
 
     def _written_turn(self, turn, prompt_ids):
         """Returns the text of an assistant's turn that follows a prompt, without the turn's end.
@@ -2352,15 +2357,20 @@ class ChatTemplate:
         Returns warnings. Raises BadInput if the template does not accept them."""
         self.check_prompt(prompt, tools)
         warnings = []
-        rounds = {}  # name in the messages below -> messages of ROUNDS
+        rounds = {}  # name in the messages below -> the key of ROUNDS that is tried
         if tools:
             tried = "a tool's answer" if self.shows_calls else AFTER_PLAIN_TURN
-            rounds["a tool's answer"] = self._checked_round(tried, prompt, tools, "a tool's answer")
+            rounds["a tool's answer"] = tried
         if has_user:
-            name = "a user's answer"
-            rounds[name] = self._checked_round(name, prompt, tools, name)
-        for name, messages in rounds.items():
-            chat, _ = _probe_chat([PROBE_USER, *messages])
+            rounds["a user's answer"] = "a user's answer"
+        for name, tried in rounds.items():
+            # The prompt may end with a message that the round can't follow.
+            problem = self.problems[tried] or self.problem_with([*prompt, *ROUNDS[tried]], tools)
+            if problem:
+                raise BadInput(
+                    f"the model's chat template does not take {name}: {problem}. Choose another "
+                    "model, or change the template (chat_template.jinja in the model's folder)")
+            chat, _ = _probe_chat([PROBE_USER, *ROUNDS[tried]])
             stop = self.call_end if "tool_calls" in chat[1] else self.answer_end
             if self._suffix_or_error(chat[:2], chat[2:], stop, tools) is RewritesHistory:
                 warnings.append(
@@ -2392,25 +2402,12 @@ class ChatTemplate:
             warnings.append(f"the chat template writes a message twice: {text!r:.200}")
         return warnings
 
-    def _checked_round(self, round_name, prompt, tools, name):
-        """Returns the messages of a round. Raises BadInput if the template does not accept them.
-
-        name: what the message calls the round."""
-        messages = ROUNDS[round_name]
-        # The prompt may end with a message that the round can't follow.
-        problem = self.problems[round_name] or self.problem_with([*prompt, *messages], tools)
-        if problem:
-            raise BadInput(
-                f"the model's chat template does not take {name}: {problem}. Choose another "
-                "model, or change the template (chat_template.jinja in the model's folder)")
-        return messages
-
     def _lost_from_prompts(self, rounds, tools):
         """Returns what a generation prompt has and the history lacks, beside tags of reasoning.
 
-        "" if there is no such text, before any of the rounds or after one."""
-        for messages in rounds:
-            chat, _ = _probe_chat([PROBE_USER, *messages])
+        "" if there is no such text, before any of the rounds or after one. rounds: their names."""
+        for name in rounds:
+            chat, _ = _probe_chat([PROBE_USER, *ROUNDS[name]])
             for history in ([PROBE_USER], chat):
                 turns = (PROBE_ANSWER, PROBE_REASONING)
                 opened = [self._opened_and_written(history, turn, tools)[0] for turn in turns]

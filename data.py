@@ -260,17 +260,16 @@ def _cut_to(
     def n_tokens(text):
         return len(tokenizer.encode(text, add_special_tokens=False))
 
+    def n_characters(place):
+        message, key = place
+        return len(message[key])
+
     def cut(number: int) -> dict:
         """Returns row `number`, whose longest texts are shortened until its prompt fits.
 
         They are shortened in place, so a row that is kept in memory is cut once."""
         row = rows[number]
         places = _text_places(row["prompt"])
-
-        def n_characters(place):
-            message, key = place
-            return len(message[key])
-
         while places and (excess := length_of(number, row) - limit) > 0:
             message, key = max(places, key=n_characters)
             n_now = n_tokens(message[key])

@@ -1578,11 +1578,11 @@ def rollout(
     """Runs group_size rollouts of each row, waits for their rewards, and returns them.
 
     Evaluations use it, with kind "eval"; with "train", demonstrations of the rows are played. The
-    rollouts are the only batch of a pool of their own. All ranks pass the
-    same rows and get the same result. The engine must be awake, and no other pool running. A
-    rollout whose agent loop or reward raises is dropped and counted, and so is one whose loop
-    returns []. Raises Stopped, BadReward as `wait_for_rewards` does, and NothingLeft if nothing was
-    sampled or nothing has a reward."""
+    rollouts are the only batch of a pool of their own. All ranks pass the same rows and get the
+    same result. The engine must be awake, and no other pool running. A rollout whose agent loop or
+    reward raises is dropped and counted, and so is one whose loop returns []. Raises Stopped,
+    BadReward as `wait_for_rewards` does, and NothingLeft if nothing was sampled or nothing has a
+    reward."""
     pool = _pool_of(
         run,
         kind=kind,

@@ -370,8 +370,7 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
         run.critic.set_lr(step)
 
     updates = []  # the metrics of each
-    epochs = range(args.epochs)
-    seeds = [data.stable_hash(args.seed, step, epoch) for epoch in epochs]
+    seeds = [data.stable_hash(args.seed, step, epoch) for epoch in range(args.epochs)]
     for rows in data.mini_batches(prompts, args.updates_per_epoch, seeds):
         n_tokens = batch["lengths"][rows].sum().item()  # with prompts and what was given
         metrics = {"actor/lr": lr, "batch/tokens": n_tokens}

@@ -202,8 +202,7 @@ def check_checkpoint(state: dict, args, task, changed: dict):
     """Raises BadInput if a checkpoint lacks a network, or has other adapters, than the run needs,
     or if its history of the task's sampler can't be continued.
 
-    state: what `prepare_folder` returned, {} without --resume. changed: what `check_changes` did.
-    """
+    state: as from `prepare_folder`, {} without --resume. changed: as from `check_changes`."""
     need(
         not args.has_critic or "critic" in state.get("parts", ["critic"]),
         f"--resume changed: --adv_estimator {args.adv_estimator} needs a critic, and the "

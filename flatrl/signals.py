@@ -1,8 +1,8 @@
 """Names rewards that use signals, which work in the main thread only.
 
 Graders limit their time with `signal.alarm`. In a thread that raises, and many take the error for a
-wrong answer: then every reward is 0. Importing this module
-replaces three functions of `signal`, and ThreadPoolExecutor.submit."""
+wrong answer: then every reward is 0. Importing this module replaces three functions of `signal`,
+and ThreadPoolExecutor.submit."""
 
 import contextlib
 import signal

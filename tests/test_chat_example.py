@@ -56,6 +56,7 @@ def test_on_the_real_engine(engine, background, tokenizer, tiny_model, args, mon
      "1 + 1?"),
     ([{"prompt": []}], ""),  # a simulated user speaks first
     ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": ["a.png"]}], ""),
+    ([], ""),
     (None, ""),  # load fails
 ])  # fmt: skip
 def test_what_to_ask(rows, question):

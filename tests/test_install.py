@@ -140,6 +140,7 @@ def test_torch_comes_from_the_cpu_index_where_pip_has_none(machine):
     code, printed, errors = machine.run(SOURCE, FAIL=f"--no-deps {TORCH}", SLOW="0.5")
     assert code == 0 and errors == ""
     assert any(re.fullmatch("install.sh: [01] s: Collecting six", line) for line in printed)
+    assert not any(re.search("WARNING|━|notice", line) for line in printed)
     assert [line for line in printed if line in PHASES] == PHASES
     index = f"install --no-compile --no-deps --index-url {INDEX} --retries 1 --timeout 30 {TORCH}"
     assert machine.calls() == [CPU[0], index, *CPU[1:]]

@@ -414,6 +414,7 @@ def test_retool_tells_what_a_program_printed_and_how_it_failed(monkeypatch):
     ("We add.\nAnswer: $\\boxed{34}$.", "34", 1.0),
     ("<answer>34</answer><answer>35</answer>", "34", 0.0),
     ("<answer></answer>", "", 0.0),
+    ("34", "34", 0.0),
 ])  # fmt: skip
 def test_retool_reward(text, truth, reward):
     row = {"reward_model": {"ground_truth": truth}}
