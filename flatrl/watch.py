@@ -1,6 +1,6 @@
 """Warnings about faults that spoil a training: one line each, once, with a cause to look at.
 
-docs/running.md lists them. bench/zoo.py plants these faults, and others that end a run."""
+docs/running.md lists them."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -416,22 +416,6 @@ def models():
         yield names, verdict, *numbers
 
 
-@table
-def compare_errors():
-    """Effect: the mean difference by its standard deviation from pair to pair."""
-    verdicts = "A is better", "B is better", "not told apart"
-    yield "factor", "seeds of A and B", "effect", *verdicts, "median pairs to a verdict"
-    for line in runs("compare")["errors"].lines:
-        a, b = line["a_better"], line["b_better"]
-        yield (
-            f"{line['factor']:g}",
-            "equal" if line["equal_seeds"] else "different",
-            f"{line['mean'] / line['sd']:.2f}",
-            *(str(n) for n in (a, b, line["comparisons"] - a - b)),
-            f"{line['median_pairs']:g}",
-        )
-
-
 # ---------------------------------------------------------------- writing
 
 

@@ -41,10 +41,6 @@ RUNS = {
         [*SHORT, *"--model MODEL --prompt_tokens 8 --response_tokens 4".split()],
         f"^ +bare +# s +{RATIO} +# s +{RATIO} +# tokens in # passes, # MB",
     ),
-    "zoo": (
-        ["--only", "an expert not sent", "--", *ENGINE],
-        r"\| an expert not sent \| .*layers\.1\.mlp\.experts",
-    ),
 }
 
 
