@@ -119,9 +119,6 @@ class LoopArgs:
     prompt_truncate_side: str = setting(
         "none", "which part of an overlong prompt's longest text is kept (train.py); none: rows "
         "with such prompts are dropped")
-    observation_coef: float = setting(
-        0.0, "weight of the cross-entropy on what tools and users said during rollouts, which the "
-        "policy then learns to predict (ECHO: 0.05); 0: off")
 
 
 @dataclass
@@ -160,8 +157,6 @@ class AgentLoopOutput:
     num_turns: the number of assistant, user and tool turns + 1, as in verl.
     images: PIL images in the order of their placeholders. The ids repeat a placeholder for each
         token of its image.
-    observations: slices (start, end) of response_ids: what tools and users said, without the
-        tokens of the template. Loops fill it in with --observation_coef.
     unit: outputs of one rollout with the same unit share one reward, that of the last of
         them, and count once in advantages and in the loss. By default the whole rollout is
         one unit.
@@ -186,7 +181,6 @@ class AgentLoopOutput:
     stop_reason: str = "stop"
     metrics: dict[str, Any] = field(default_factory=dict)
     images: list = field(default_factory=list)
-    observations: list[tuple[int, int]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     unit: str = ""
     group: str = ""
@@ -312,7 +306,6 @@ class Trajectory:
         self.prompt_ids = prompt_ids
         self.engine_ids = list(engine_ids)
         self.turn_rewards = []
-        self.observations = []
         self.response_ids = []
         self.response_mask = []
         self.response_logprobs = []
@@ -342,20 +335,11 @@ class Trajectory:
             versions=out.versions,
         )
 
-    def add_given(
-        self,
-        ids: list[int],
-        engine_ids: list[int] | None = None,
-        observations: Iterable[tuple[int, int]] = (),
-    ):
+    def add_given(self, ids: list[int], engine_ids: list[int] | None = None):
         """Appends tokens of a tool, a user or the template, with mask 0.
 
-        engine_ids: the same tokens with one placeholder for each image; default: ids.
-        observations: slices (start, end) of ids, see AgentLoopOutput."""
+        engine_ids: the same tokens with one placeholder for each image; default: ids."""
         n = len(ids)
-        n_before = len(self.response_ids)
-        for start, end in observations:
-            self.observations.append((n_before + start, n_before + end))
         self._add(
             engine_ids=engine_ids or ids,
             ids=ids,
@@ -446,7 +430,6 @@ class Trajectory:
             stop_reason=self.stop_reason,
             metrics=dict(self.metrics),
             images=list(self.images),
-            observations=list(self.observations),
             extra=dict(self.extra),
             unit=self.unit,
             group=self.group,
@@ -572,29 +555,16 @@ class AgentLoopBase:
         """Appends the tokens of messages, if they fit. Raises RewritesHistory."""
         if not trajectory.recent:
             trajectory.recent = Recent(template.form_of)
-
-        def suffix(new):
-            return template.suffix(
-                trajectory.messages, new, trajectory.stop_id, tools, trajectory.recent)
-
-        engine_ids = suffix(messages)
+        engine_ids = template.suffix(
+            trajectory.messages, messages, trajectory.stop_id, tools, trajectory.recent)
         ids = expand(engine_ids, images, self.processor)
         if self.room(trajectory) - len(ids) < 1:
             return False
-        said = []
-        if self.args.observation_coef:
-
-            def ids_of(new):
-                return expand(suffix(new), images, self.processor)
-
-            said = text_slices(ids, messages, ids_of)
-        trajectory.add_given(ids, engine_ids, said)
+        trajectory.add_given(ids, engine_ids)
         return True
 
     def _fork_with(self, trajectory, template, messages, tools, images):
-        """Forks the trajectory: the new prompt is its history with messages, if they fit.
-
-        observation_coef does not reach them, because they are part of a prompt."""
+        """Forks the trajectory: the new prompt is its history with messages, if they fit."""
         chat = trajectory.messages + messages
         engine_ids = template.render(chat, tools, trajectory.trusted)
         ids = expand(engine_ids, [*trajectory.images, *images], self.processor)
@@ -2675,46 +2645,6 @@ def render(
 
     An empty chat has no tokens: an Interaction must then speak first."""
     return chat_template(tokenizer).render(messages, tools, trusted)
-
-
-def text_slices(
-    ids: list[int],
-    messages: list[dict],
-    ids_of: Callable,
-) -> list[tuple[int, int]]:
-    """Returns the slices (start, end) of a suffix's ids that are the texts of its messages.
-
-    A token that contains part of a text counts, even if it also contains part of the template.
-    Images do not count. ids_of: a function of messages that returns their ids; for `messages`
-    these are `ids`.
-
-    The suffix is rendered twice more, with "x" and with "0" in place of a text. The tokens that all
-    three have in common at their start and at their end are the template's: for "hello" in
-    "U: hello.", the others are "U: x." and "U: 0.". A text is left out if the template then does
-    something else, such as rewriting the history."""
-
-    def with_word(number, word):
-        """Returns the messages with a word in place of text `number`."""
-        numbers = itertools.count()
-
-        def edit(text):
-            return word if next(numbers) == number else text
-
-        return [_edit_said(message, edit) for message in messages]
-
-    slices = []
-    texts = []
-    for message in messages:
-        _edit_said(message, texts.append)  # collects the texts; the edited copy is dropped
-    for number in range(len(texts)):
-        others = [with_word(number, word) for word in ("x", "0")]
-        with suppress(RewritesHistory):
-            # Two words, because the text may begin or end like one of them.
-            versions = [ids, *map(ids_of, others)]
-            start = len(commonprefix(versions))  # which takes lists, too
-            n_after = len(commonprefix([version[::-1] for version in versions]))
-            slices.append((start, len(ids) - n_after))
-    return slices
 
 
 # ---------------------------------------------------------------- probe chats

@@ -20,7 +20,7 @@ import inspect
 import itertools
 import math
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
@@ -59,7 +59,7 @@ from flatrl.processes import on_main
 from flatrl.rows import check_demonstration, check_row, check_tokenizer, tool_schemas
 from flatrl.tables import Rows, prompt_order, read_files
 from flatrl.terminal import Bar
-from flatrl.units import Outputs, last_outputs, rollout_of, unit_of
+from flatrl.units import Outputs, last_outputs, unit_of
 from flatrl.vision import same_images
 from losses import BT, NS, B, N, Turns
 
@@ -405,7 +405,7 @@ def groups_with_signal(units: Units, values: N) -> set[int]:
     return {group for group, values in values_of_group.items() if len(values) > 1}
 
 
-def collate(outputs: Outputs, image_token_id: int = -1, with_observations: bool = False) -> dict:
+def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     """Returns one or more outputs as a dict of right-padded tensors.
 
     For B outputs, with T tokens in the longest response and L tokens in the longest sequence
@@ -417,8 +417,6 @@ def collate(outputs: Outputs, image_token_id: int = -1, with_observations: bool 
         response_mask      (B, T) float, 1 where the policy sampled the token
         imitation_mask     (B, T) float, 1 at the assistant's tokens of a demonstration; only if
                            there are any
-        observation_mask   (B, T) float, 1 where a tool's or user's words are to be predicted (see
-                           `observed`); only with_observations
         logprobs_rollout   (B, T) float32, from the engine; 0 where nothing was sampled
         versions           (B, T) long, of the weights that sampled the token, else -1
         truncated          (B,) bool, True if a length or turn limit cut the output off
@@ -455,8 +453,6 @@ def collate(outputs: Outputs, image_token_id: int = -1, with_observations: bool 
     }
     if is_imitated.any():
         tensors["imitation_mask"] = is_imitated.float()
-    if with_observations:
-        tensors["observation_mask"] = padded(observed(outputs, image_token_id), np.float32)
     images = [output.images for output in outputs]
     if any(images):
         tensors |= same_images(tensors["input_ids"], images, image_token_id)
@@ -464,30 +460,6 @@ def collate(outputs: Outputs, image_token_id: int = -1, with_observations: bool 
     if told:
         tensors["told"] = collate(told, image_token_id)
     return tensors
-
-
-def observed(outputs: Outputs, image_token_id: int = -1) -> list[list[int]]:
-    """Returns for each response token of each output whether it is an observation: 1 or 0.
-
-    Sampled tokens and placeholders of images are not. An observation in a prefix that outputs of a
-    rollout share is marked in the first of them only."""
-    n_outputs = Counter(rollout_of(output) for output in outputs if output.observations)
-    seen = set()  # of hash((rollout, all tokens up to the end of an observation))
-    masks = []
-    for output in outputs:
-        mask = [0] * len(output.response_ids)
-        for start, end in output.observations:
-            if n_outputs[rollout_of(output)] > 1:
-                sequence = output.prompt_ids + output.response_ids[:end]
-                key = hash((*rollout_of(output), *sequence))
-                if key in seen:
-                    continue
-                seen.add(key)
-            for token in range(start, end):
-                is_image = output.response_ids[token] == image_token_id
-                mask[token] = int(not output.response_mask[token] and not is_image)
-        masks.append(mask)
-    return masks
 
 
 class Batch(dict):
@@ -546,24 +518,19 @@ class Batch(dict):
         All rows of such a unit are excluded. They still count in their groups' advantages."""
         index = self.units.unit_of_row  # (B,)
         is_truncated = torch.isin(index, index[self["truncated"]])
-        for name in {"response_mask", "observation_mask"} & self.keys():
-            self[name][is_truncated] = 0
+        self["response_mask"][is_truncated] = 0
 
     def count_unit_tokens(self) -> B:
         """Returns the number of mask-1 tokens in the whole unit of each row."""
         return losses.group_sum(self["response_mask"].sum(-1), self.units.unit_of_row)
 
 
-def make_batch(
-    outputs: Outputs,
-    processor=None,
-    with_observations: bool = False,
-) -> Batch:
+def make_batch(outputs: Outputs, processor=None) -> Batch:
     """Returns outputs as a Batch. Their rewards may still be missing.
 
-    processor: that of a model with vision, else None. with_observations: see `collate`."""
+    processor: that of a model with vision, else None."""
     image_token_id = getattr(processor, "image_token_id", -1)
-    return Batch(outputs, collate(outputs, image_token_id, with_observations))
+    return Batch(outputs, collate(outputs, image_token_id))
 
 
 def select_rows(tensors: dict, rows: Sequence[int]) -> dict:
@@ -855,22 +822,20 @@ def count_globally(
 ) -> dict[str, float]:
     """Returns the counts of a mini-batch over all ranks, by name.
 
-    These are "tokens", "units", "imitation_tokens" and "observation_tokens". The latter two are 0
-    if their mask is not among the names.
+    These are "tokens", "units" and "imitation_tokens", which are 0 if "imitation_mask" is not among
+    the names.
 
     rows: those of the whole mini-batch. Nothing is communicated, because every rank holds the
     whole batch. batch["unit_tokens"], (B,): the mask-1 tokens in the whole unit of each row."""
     mask = batch["response_mask"][rows]
-    counts = {
+    n_imitated = 0
+    if "imitation_mask" in names:
+        n_imitated = batch["imitation_mask"][rows].sum().item()
+    return {
         "tokens": mask.sum().item(),
         "units": losses.count_sequences(mask, batch["unit_tokens"][rows]).item(),
+        "imitation_tokens": n_imitated,
     }
-    for kind in ("imitation", "observation"):
-        n_tokens = 0
-        if f"{kind}_mask" in names:
-            n_tokens = batch[f"{kind}_mask"][rows].sum().item()
-        counts[f"{kind}_tokens"] = n_tokens
-    return counts
 
 
 # ---------------------------------------------------------------- packing
@@ -1213,7 +1178,7 @@ def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
     """Returns which tokens of a micro-batch are predicted, and from where.
 
     ids: the token ids of its rows. places: their places (`pack_rows`). n of these tokens are
-    to be predicted: sampled, demonstrated, or observations. A prediction is a pair: the
+    to be predicted: sampled or demonstrated. A prediction is a pair: the
     place of the token before, and the predicted id. Rows that agree up to and including a sampled
     token share its prediction, so there are M <= n of them.
 
@@ -1227,9 +1192,8 @@ def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
     M = n, because rows that agree may have other ids: their teachers may have been told different
     hints."""
     mask = batch["response_mask"][micro.rows]
-    for name in ("imitation_mask", "observation_mask"):
-        if name in batch:
-            mask = mask + batch[name][micro.rows]
+    if "imitation_mask" in batch:
+        mask = mask + batch["imitation_mask"][micro.rows]
     row, column = mask.nonzero(as_tuple=True)  # (n,) each
     index = batch["prompt_lengths"][micro.rows][row] + column  # of the token in its sequence
     sources = places[row, index - 1]  # (n,)

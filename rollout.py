@@ -84,6 +84,7 @@ from flatrl.processes import (
 from flatrl.rows import copy_containers
 from flatrl.signals import refusing_signals
 from flatrl.terminal import Bar, shown
+from flatrl.units import rollout_of
 from flatrl.vision import check_images
 from flatrl.vllm_engine import (
     free_tokens,
@@ -653,7 +654,7 @@ class Rollouts:
 
     def sort(self):
         """Puts outputs and errors into the order of prompts, samples and segments."""
-        self.outputs.sort(key=lambda output: (*data.rollout_of(output), output.extra["segment"]))
+        self.outputs.sort(key=lambda output: (*rollout_of(output), output.extra["segment"]))
         self.errors.sort(key=lambda error: (error["prompt"], error["sample"]))
 
     def require(self, condition, problem: str):
@@ -673,7 +674,7 @@ class Rollouts:
             metrics |= describe(self.sampled, data.by_unit(self.sampled))
         demonstrations = [output for output in self.outputs if "demonstration" in output.extra]
         if demonstrations:
-            metrics["rollout/demonstrations"] = len({*map(data.rollout_of, demonstrations)})
+            metrics["rollout/demonstrations"] = len({*map(rollout_of, demonstrations)})
             rewards = data.by_unit(demonstrations).task_rewards
             metrics["reward/demonstrations"] = rewards.mean().item()
         for kind in ("failed_agent_loop", "failed_reward", "skipped"):
@@ -1542,7 +1543,7 @@ def _with_rewards(outputs: list[AgentLoopOutput], grades: dict) -> list[AgentLoo
     Returns the outputs whose grader did not fail."""
     graded = []
     for output in outputs:
-        grade = grades[data.rollout_of(output)]
+        grade = grades[rollout_of(output)]
         if not grade.error:
             vars(output).update(grade.fields[output.extra["segment"]])
             graded.append(output)

@@ -71,7 +71,7 @@ def main(args: Args):
             run.clock.begin_training()
 
             # ---- 2. score the sampled tokens while the last rewards are computed
-            batch = data.make_batch(rollouts.trained, run.processor, args.observation_coef > 0)
+            batch = data.make_batch(rollouts.trained, run.processor)
             score_batch(run, batch, step)  # logprobs_old, logprobs_ref and values, if needed
             batch, metrics = add_rewards(run, rollouts, batch)
             metrics["step"] = step + 1
@@ -390,7 +390,7 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     Sets batch["logprobs_old"] if `score_batch` has not. Returns metrics."""
     args = run.args
     names = ["response_mask", "unit_tokens", "advantages", "versions", "logprobs_rollout"]
-    optional = {"logprobs_ref", "ref_top_logprobs", "imitation_mask", "observation_mask"}
+    optional = {"logprobs_ref", "ref_top_logprobs", "imitation_mask"}
     names += sorted(optional & batch.keys())
     # With a single update, old and new logprobs are equal: policy_objective uses the new ones.
     if args.updates_per_step > 1:
@@ -484,9 +484,8 @@ def optimise(
     objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores: what
     the network returns for b rows. columns: the batch's tensors of these `names`, for these rows.
     loss_agg: a mode of losses.aggregate. With an imitation_mask among the columns, demonstrated
-    tokens add their mean -logprob to the loss; with an observation_mask, observations add
-    observation_coef times theirs. Losses are summed over micro-batches and ranks and divided by
-    global counts, so the gradient does not depend on how the batch is split.
+    tokens add their mean -logprob to the loss. Losses are summed over micro-batches and ranks and
+    divided by global counts, so the gradient does not depend on how the batch is split.
 
     Returns metrics, whose names begin with the learner's, and the logprobs or values of this
     rank's rows, (B, T), 0 in the rows of others."""
@@ -545,13 +544,14 @@ def micro_batch_loss(
         unit_tokens=columns["unit_tokens"],
     )
     shares = {}
-    for name, coef in ("imitation", 1.0), ("observation", args.observation_coef):
-        count = counts[f"{name}_tokens"]
-        if count:
-            tokens = columns[f"{name}_mask"]
-            mean_loss = losses.aggregate(-scores["logprobs"], tokens, n_tokens=count)
-            loss = loss + coef * mean_loss
-            shares[f"{name}_loss"] = mean_loss.detach()
+    if counts["imitation_tokens"]:
+        imitation_loss = losses.aggregate(
+            -scores["logprobs"],
+            columns["imitation_mask"],
+            n_tokens=counts["imitation_tokens"],
+        )
+        loss = loss + imitation_loss
+        shares["imitation_loss"] = imitation_loss.detach()
     shares["loss"] = loss.detach()
     if counts["tokens"]:
         for name, values in stats.items():

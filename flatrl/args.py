@@ -79,7 +79,7 @@ examples:
 # The settings of LoopArgs that have a flag of their own. --agent_args sets the others.
 LOOP_FLAGS = [
     "agent", "max_response_tokens", "max_model_len", "max_assistant_turns",
-    "chat_template_args", "tool_parser", "observation_coef"]
+    "chat_template_args", "tool_parser"]
 LOOP_SETTINGS = [entry.name for entry in fields(LoopArgs) if entry.name not in LOOP_FLAGS]
 # The flags that hold a JSON object.
 JSON_FLAGS = ["chat_template_args", "sampling_args", "eval_sampling_args", "engine_args"]

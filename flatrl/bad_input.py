@@ -20,7 +20,6 @@ OUTPUT_TYPES = {
     "metrics": dict,
     "turn_rewards": list | tuple,
     "images": list | tuple,
-    "observations": list | tuple,
     "extra": dict,
 }
 # flatrl uses these keys of an output's `extra`, and these names in the log: reward/mean, ...
@@ -159,9 +158,6 @@ def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version:
             f"prompt and response have {n_prompt} and {n_response} tokens, more than the "
             f"window's {window}"
         )
-    for start, end in output.observations:
-        if not 0 <= start <= end <= n_response:
-            raise ValueError(f"observations has {start, end}: no slice of {n_response} tokens")
     taken = TAKEN_UNITS & {output.unit} or TAKEN_KEYS & output.extra.keys()
     if taken:
         raise ValueError(f"flatrl has these names for something else: unit or extra {taken}")

@@ -93,8 +93,8 @@ class Notices:
         was_learning = self.is_learning
         advantages = batch["advantages"][batch["response_mask"].bool()]
         distils = "actor/kl" in metrics and not log.args.reward_coef  # perhaps by the loss alone
-        other_losses = {"actor/imitation_loss", "actor/observation_loss"} & metrics.keys()
-        self.is_learning = distils or other_losses or advantages.any()
+        imitates = "actor/imitation_loss" in metrics
+        self.is_learning = distils or imitates or advantages.any()
         rewards = set(map(total_reward, rollouts.sampled))
         if was_learning and not self.is_learning:
             is_solved = rewards == {self.highest} and self.lowest < self.highest

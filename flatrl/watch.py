@@ -51,7 +51,7 @@ class Watch:
 
     def check_counts(self, metrics: dict) -> dict[str, str]:
         """Names tool calls and turns that have fallen to a tenth of their best, above the least
-        possible; observations that were not found; and answers that were aborted."""
+        possible, and answers that were aborted."""
         problems = {}
         # A single answer makes 2 turns.
         for name, least in ("rollout/tool_calls", 0), ("num_turns/mean", 2):
@@ -62,12 +62,6 @@ class Watch:
                     f"{name} has fallen to {now:.2g}, from {best:.2g}: does the reward pay for "
                     "answers without tools and turns?"
                 )
-        learned = "actor/loss" in metrics
-        if self.args.observation_coef and learned and "actor/observation_loss" not in metrics:
-            problems["observation"] = (
-                "--observation_coef has no effect: neither a tool nor a user has said anything, or "
-                "the agent loop does not mark it"
-            )
         if metrics.get("stop_reason/abort"):
             problems["abort"] = "the engine aborted answers, and they are trained"
         return problems

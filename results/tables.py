@@ -142,17 +142,6 @@ def aged():
 
 
 @table
-def echo():
-    yield "mean reward of all steps", "seed 0", "seed 1", "seed 2"
-    known = runs("echo")
-    for task in ("calculator", "maze"):
-        for coef in ("0", "0.05"):
-            seeds = (known[f"{task}_{coef}_{seed}"] for seed in range(3))
-            means = (f"{fmean(run.values('reward/mean')):.3f}" for run in seeds)
-            yield f"{task}, `--observation_coef {coef}`", *means
-
-
-@table
 def distillation():
     """A cell has the trajectories until a held-out reward of 0.9, and the last such reward."""
     yield "trajectories to 0.9, held-out reward in the end", "seed 0", "seed 1", "seed 2"

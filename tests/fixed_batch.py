@@ -11,12 +11,11 @@ import data
 import train
 
 
-def batch_of(n: int, demonstrated=(), observed=False) -> dict:
+def batch_of(n: int, demonstrated=()) -> dict:
     """Trajectories of very unequal lengths with tool tokens inside, one without any sampled
     token. Two in three share a prefix: group members, forks, equal ones, beginnings.
 
-    demonstrated: the numbers of those that were not sampled, but demonstrated. observed: whether
-    tool tokens are observations; all trajectories are then of one rollout."""
+    demonstrated: the numbers of those that were not sampled, but demonstrated."""
     rng = random.Random(0)
     outputs = []
     ids = lambda length: [rng.randrange(3, 250) for _ in range(length)]
@@ -37,10 +36,8 @@ def batch_of(n: int, demonstrated=(), observed=False) -> dict:
                     response, mask = other.response_ids[:keep], other.response_mask[:keep]
         version = -1 if i in demonstrated else 0
         output = output_of(mask, prompt, response, version, logprob=0.0, reward=rng.random())
-        if observed:
-            output.observations = [(k, k + 1) for k, bit in enumerate(mask) if not bit]
         outputs.append(output)
-    batch = data.collate(outputs, with_observations=observed)
+    batch = data.collate(outputs)
     return batch | {"unit_tokens": batch["response_mask"].sum(-1)}  # every row is a unit
 
 
@@ -58,7 +55,7 @@ def gradients(
 ) -> dict:
     """One step from the model's weights: the parameters' gradients, and the metrics.
 
-    demonstrated: see batch_of. With an observation_coef, tool tokens are observed."""
+    demonstrated: see batch_of."""
     args = train.Args(
         model=model_path,
         tokens_per_micro_batch=tokens_per_micro_batch,
@@ -66,7 +63,7 @@ def gradients(
         **{"kl_coef": 0.1, "max_grad_norm": 1e9} | flags,
     )
     data.register_packed_attention()
-    batch = batch_of(19, demonstrated, args.observation_coef > 0)
+    batch = batch_of(19, demonstrated)
     shape = batch["response_mask"].shape
     generator = torch.Generator().manual_seed(0)
     batch["advantages"] = torch.randn(shape, generator=generator)
@@ -93,7 +90,7 @@ def gradients(
     optimizer.zero_grad = keep_gradients
     names = ["response_mask", "unit_tokens", "advantages"]
     names += ["logprobs_old", "logprobs_rollout", "logprobs_ref"]
-    names += {"imitation_mask", "observation_mask", "ref_top_logprobs"} & batch.keys()
+    names += {"imitation_mask", "ref_top_logprobs"} & batch.keys()
     metrics, _ = train.optimise(
         learner,
         train.policy_objective,

@@ -342,41 +342,6 @@ def test_collate_by_hand():
     assert data.select_rows(batch, [])["versions"].shape == (0, 0)
 
 
-def test_an_observation_counts_once_in_a_rollout():
-    """Two outputs of a rollout that begin alike, a third that goes on from the first, and the same
-    tokens in another rollout. Token 103 is the placeholder of an image."""
-
-    def output(prompt, mask, observations, sample=0):
-        extra = {"prompt": 7, "sample": sample, "segment": 0}
-        return make_output(prompt, mask, observations=observations, extra=extra)
-
-    outputs = [
-        output([1], [1, 0, 0, 0, 0, 1, 0], [(2, 5), (6, 7)]),
-        output([1], [0, 0, 0, 0, 0, 1, 1, 0], [(2, 5), (7, 8)]),
-        output([1, *range(100, 107)], [1, 0], [(1, 2)]),
-        output([1], [1, 0, 0, 0, 0], [(2, 5)], sample=1),
-        output([1], [1, 1, 1], [(0, 3)], sample=2),
-    ]
-    assert data.observed(outputs, image_token_id=103) == [
-        [0, 0, 1, 0, 1, 0, 1],
-        [0, 0, 0, 0, 0, 0, 0, 1],
-        [0, 1],
-        [0, 0, 1, 0, 1],
-        [0, 0, 0],
-    ]
-    batch = data.make_batch(outputs, with_observations=True)
-    mask = batch["observation_mask"]
-    assert mask.sum(1).tolist() == [4, 1, 1, 3, 0]
-    batch["unit_tokens"] = batch.count_unit_tokens()
-    counts = data.count_globally(batch, [0, 3], ["observation_mask"])
-    assert counts["tokens"] == 3 and counts["observation_tokens"] == 7
-    assert data.count_globally(batch, [0, 3], [])["observation_tokens"] == 0
-    batch["truncated"][1] = True  # its unit has three outputs
-    batch.mask_truncated()
-    assert mask.sum(1).tolist() == [0, 0, 0, 3, 0]
-    assert batch["response_mask"].sum(1).tolist() == [0, 0, 0, 1, 3]
-
-
 @pytest.mark.parametrize("mask, turn_rewards, reward, expected", [
     ([1, 1, 1], [], 2.0, [0, 0, 2]),
     ([1, 1, 0], [], 2.0, [0, 2, 0]),  # the terminal reward: on the last sampled token

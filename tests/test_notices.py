@@ -172,7 +172,7 @@ def test_distillation_by_the_loss_teaches_without_advantages(reward_coef, n_warn
     rollouts = SimpleNamespace(sampled=sampled(2, reward=0.0), outputs=[], trained=[])
     notices_of(log).step({"step": 2, "actor/kl": 0.5}, rollouts, batch)
     assert sum("taught nothing" in text for text in log.said) == n_warnings
-    notices_of(log).step({"step": 2, "actor/observation_loss": 0.5}, rollouts, batch)
+    notices_of(log).step({"step": 2, "actor/imitation_loss": 0.5}, rollouts, batch)
     assert sum("taught nothing" in text for text in log.said) == n_warnings
 
 

@@ -46,7 +46,6 @@ SPOILT = {
     "metrics": (to("metrics", None), "'metrics' must be a dict, got None"),
     "a long told prompt": (extra(told_prompt_ids=[5] * 200), "more than the window's 128"),
     "no told ids": (extra(told_prompt_ids=["a"]), "told_prompt_ids has 'a': must be int"),
-    "no slice": (to("observations", [(1, 3)]), "observations has (1, 3): no slice of 2 tokens"),
     "a mark of ours": (extra(filtered=True), "for something else: unit or extra {'filtered'}"),
     "a lock": (extra(lock=threading.Lock()), "cannot pickle '_thread.lock' object"),
     "twice": (lambda output: [output, output], "Spoilt.run returned one output twice"),

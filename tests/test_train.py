@@ -80,15 +80,12 @@ def test_a_run_by_accelerate_and_its_replay_without_an_engine(cache, tmp_path):
     """accelerate launches this run, the zygote others: they are no different."""
     out, again = tmp_path / "run", tmp_path / "again \u2713"  # no letter of the terminal
     flags = [*PPO, "--prompts_per_mini_batch", "2", "--kl_coef", "0.01", "--critic_warmup", "1"]
-    flags += ["--observation_coef", "0.05", "--output_dir"]
-    printed = run(*TINY, *flags, out, by="accelerate", cache=cache)
+    printed = run(*TINY, *flags, "--output_dir", out, by="accelerate", cache=cache)
     rows = check_log(out, 1e-3, first_update=2)
     assert "rollout/logp_diff_max" not in rows[0] and "actor/pg_loss" not in rows[1]
     # The policy's schedule waits for the critic, too, and has a step less.
     assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0, 0, 1.5e-4])
     assert [row["actor/adam_steps"] for row in rows[1:]] == [0, 2, 4]
-    # A random model does not know yet what is said between its turns.
-    assert all(3 < row["actor/observation_loss"] < 9 for row in rows[2:])
     assert "logp_diff" in printed and "What is" in printed and "   3/3" in printed
     assert "warning:" not in printed  # a sound run
 
@@ -355,10 +352,10 @@ def test_gradient_checkpointing_recomputes(tiny_model, process_group):
 @pytest.mark.parametrize("kl_kind", ["k3", "top4"])
 def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_model, process_group):
     """Packed attention, chunked logprobs and global counts against the plain computation: a
-    mean over the sampled tokens, one over those of demonstrations, one over observations."""
-    flags = {"demonstrated": range(0, 19, 3), "observation_coef": 0.3, "kl_kind": kl_kind}
+    mean over the sampled tokens, and one over those of demonstrations."""
+    flags = {"demonstrated": range(0, 19, 3), "kl_kind": kl_kind}
     flags |= {"rollout_correction": "tis", "entropy_coef": 0.03, "clip_high": 0.1}
-    batch = batch_of(19, flags["demonstrated"], observed=True)
+    batch = batch_of(19, flags["demonstrated"])
     result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", **flags)
     generator = torch.Generator().manual_seed(0)
     mask = batch["response_mask"]
@@ -389,14 +386,11 @@ def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_mode
     loss = loss * weights - 0.03 * entropy + 0.1 * kl
     imitated = batch["imitation_mask"]
     imitation_loss = -(logprobs * imitated).sum() / imitated.sum()
-    observed = batch["observation_mask"]
-    observation_loss = -(logprobs * observed).sum() / observed.sum()
-    total = (loss * mask).sum() / mask.sum() + imitation_loss + 0.3 * observation_loss
+    total = (loss * mask).sum() / mask.sum() + imitation_loss
     total.backward()
     metrics = result["metrics"]
     assert metrics["actor/loss"] == pytest.approx(total.item(), rel=1e-4)
     assert metrics["actor/imitation_loss"] == pytest.approx(imitation_loss.item(), rel=1e-4)
-    assert metrics["actor/observation_loss"] == pytest.approx(observation_loss.item(), rel=1e-4)
     expected = {f"model.{name}": p.grad for name, p in model.named_parameters()}
     check_gradients(result["gradients"], expected, 1e-4)
 

@@ -115,14 +115,6 @@ def test_a_policy_that_stays_far_from_those_that_sampled():
     assert warnings_of(*far[4:], rows=far[:4]) == [line]  # the same in a run that was resumed
 
 
-def test_observations_that_are_missing_although_asked_for():
-    metrics = step_of(1, {"actor/loss": 0.1})
-    assert warnings_of(metrics | {"actor/observation_loss": 2.0}, observation_coef=0.1) == []
-    assert warnings_of(step_of(1), observation_coef=0.1) == []  # the policy did not learn
-    [line] = warnings_of(metrics, observation_coef=0.1)
-    assert "--observation_coef has no effect: neither a tool nor a user has said anything" in line
-
-
 def test_advantages_that_do_not_follow_the_rewards():
     advantages = batch_of()["advantages"]
     assert warnings_of(batch=batch_of(advantages=3 * advantages + 1)) == []

@@ -46,7 +46,7 @@ class TwoTurns(AgentLoopBase):
                     time.sleep(3600)
                 await self.between(trajectory)
                 ids = self.tokenizer("and?", add_special_tokens=False)["input_ids"]
-                trajectory.add_given(ids, observations=[(0, len(ids))])
+                trajectory.add_given(ids)
                 trajectory.user_turns += 1
         trajectory.stop_reason = "stop"
         return trajectory.output()
