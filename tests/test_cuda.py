@@ -1,6 +1,6 @@
 """The parts of the CUDA path that a CPU can run: defaults, the tried micro-batch, the engine.
 
-Whole runs are in tests/pretended, the rest in tests/gpu."""
+Whole runs are in tests/gpu."""
 
 import dataclasses
 import types

@@ -1,11 +1,11 @@
 """Packed attention and token_logprobs against float64: on a GPU in bfloat16, on a CPU in small."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fixed_batch import batch_of
-from pretended.pretend import varlen_attn
 from torch.nn.attention import varlen
 
 import data
@@ -34,6 +34,26 @@ def check(result: torch.Tensor, expected: torch.Tensor, given: list, exact: list
     assert (result.double() - expected).abs().max() < most
     for x, y in zip(given, exact, strict=True):
         assert (x.grad.double() - y.grad).norm() < most * y.grad.norm()
+
+
+def varlen_attn(q, k, v, cu_q, cu_k, *_, scale, window_size, enable_gqa) -> torch.Tensor:
+    """torch's varlen_attn by its definition, in float64: (S, H, D)."""
+    # torch chooses the causal kernel for exactly (-1, 0), a tuple.
+    assert enable_gqa and type(window_size) is tuple
+    n_groups = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(n_groups, 1) for x in (k, v))
+    bounds = (itertools.pairwise(x.tolist()) for x in (cu_q, cu_k))
+    parts = []
+    for (a, b), (c, d) in zip(*bounds, strict=True):
+        positions = torch.arange(d - c, device=q.device)
+        age = positions[d - c - (b - a) :, None] - positions
+        hidden = age < 0
+        if window_size[0] >= 0:
+            hidden = hidden | (age > window_size[0])
+        scores = torch.einsum("qhd,khd->hqk", q[a:b].double(), k[c:d]) * scale
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, v[c:d]))
+    return torch.cat(parts).to(q.dtype)
 
 
 def by_definition(q, k, v, inputs: dict, window: int) -> torch.Tensor:
