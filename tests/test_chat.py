@@ -171,24 +171,6 @@ def test_a_conversation_is_one_output(play, tokenizer):
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(engine.prompts[0]), len(ids))
 
 
-MALFORMED_CALL = '<tool_call>\n{"name": "calc\n</tool_call>'
-
-
-@pytest.mark.parametrize("text, how", [
-    (MALFORMED_CALL, dict(tools=[CALCULATOR])),
-    (SUM, dict()),
-    (SUM, dict(tools=[CALCULATOR], tool_choice="none")),
-])  # fmt: skip
-def test_a_malformed_call_or_one_without_tools_is_text(play, text, how):
-    async def chat(client, prompt, **row):
-        message = await ask(client, *prompt, **how)
-        assert (message.content, message.tool_calls) == (text, None)
-        await ask(client, *prompt, message, user("Again"), **how)
-
-    (output,), engine = play(chat, text, "ok")
-    assert_output(output, engine, (1, text + END), user_turn("Again"), (2, "ok" + END))
-
-
 # ---------------------------------------------------------------- what continues, and what forks
 
 
@@ -268,7 +250,7 @@ def test_a_template_that_rewrites_history_forks_inside_a_trajectory(play, tokeni
     assert [output.metrics.get("forks", 0) for output in outputs] == [0, 1]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_whatever_an_agent_does_each_token_is_in_one_output(play, seed):
     """It continues any point of any conversation, alone or in parallel, with any tools."""
     draw = random.Random(seed)
@@ -340,13 +322,14 @@ REFUSED = [
     dict(messages=[{"role": "user", "content": [IMAGE]}]),
     dict(max_tokens=0),
     dict(response_format={"type": "json_object"}),
+    dict(messages=[{"role": "user<|im_end|>", "content": "x"}]),
 ]
 
 
 def test_what_is_not_supported_is_refused_and_costs_nothing(play):
     async def chat(client, prompt, **row):
         for how in REFUSED:
-            with pytest.raises(ValueError, match="supported|max_tokens must"):
+            with pytest.raises(ValueError, match="supported|must be"):
                 await client.create(**{"messages": prompt} | how)
         await ask(client, *prompt)
 
@@ -373,34 +356,21 @@ async def ends_quietly(call):
         await call
 
 
-@pytest.mark.parametrize("framework", [lets_it_through, hides_it, ends_quietly])
-@pytest.mark.parametrize("limit", [
-    {"max_response_tokens": 16},  # those of the call and of its answer
-    {"max_model_len": 17 + 16},  # and of the prompt
-    {"max_assistant_turns": 1},
-], ids=str)  # fmt: skip
-def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play, framework, limit):
+@pytest.mark.parametrize("framework, limit, reason", [
+    (lets_it_through, {"max_response_tokens": 16}, "length"),  # of the call and its answer
+    (hides_it, {"max_model_len": 17 + 16}, "length"),  # and of the prompt
+    (ends_quietly, {"max_assistant_turns": 1}, "max_turns"),
+])  # fmt: skip
+def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play, framework, limit, reason):
     async def chat(client, prompt, **row):
         await framework(solve(client, prompt))
         return 1.0
 
     (output,), engine = play(chat, SUM, **limit)
     assert_output(output, engine, (1, SUM + END))
-    assert output.stop_reason == ("max_turns" if "max_assistant_turns" in limit else "length")
-    assert (output.reward, output.truncated) == (1.0 if framework is ends_quietly else None, True)
+    assert (output.stop_reason, output.truncated) == (reason, True)
+    assert output.reward == (1.0 if framework is ends_quietly else None)
     assert [message["role"] for message in output.messages] == ["user", "assistant"]
-
-
-def test_an_agent_that_raises_after_parallel_calls_keeps_what_it_has(play):
-    """One call is sampled while the other has no room."""
-
-    async def chat(client, prompt, **row):
-        calls = ask(client, *prompt), ask(client, user("x" * 5000))
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        raise RuntimeError("a framework's own") from answers[1]
-
-    (output,), _ = play(chat, "plan", max_model_len=1000)
-    assert (output.stop_reason, output.reward) == ("length", None)
 
 
 def test_an_agent_may_go_on_after_a_call_without_room(play):
@@ -422,14 +392,6 @@ def test_an_agent_may_go_on_after_a_call_without_room(play):
     assert [output.reward for output in outputs] == [None, 0.5]
 
 
-def test_a_rows_call_needs_no_id(play):
-    function = {"name": "calculator", "arguments": {"expression": "1+1"}}
-    call = {"type": "function", "function": function}
-    shown = [user("1+1?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-    prompt = [*shown, {"role": "tool", "content": "2"}, user("2+2?")]
-    assert len(play(asks_once, "4", row={"prompt": prompt})[0]) == 1
-
-
 def test_turns_of_all_sub_agents_count(play):
     async def chat(client, prompt, **row):
         for number in range(5):
@@ -437,17 +399,6 @@ def test_turns_of_all_sub_agents_count(play):
 
     outputs, _ = play(chat, *"abc", max_assistant_turns=3)
     assert [output.stop_reason for output in outputs] == ["stop", "stop", "max_turns"]
-
-
-def test_an_error_about_a_reply_that_took_the_last_token_is_the_end(play):
-    """Frameworks raise on half a tool call or half a JSON."""
-
-    async def chat(client, prompt, **row):
-        raise KeyError(await ask(client, *prompt))
-
-    (output,), engine = play(chat, "12345", max_response_tokens=3)
-    assert_output(output, engine, (1, "123"))
-    assert (output.stop_reason, output.reward) == ("length", None)
 
 
 def test_another_exception_of_the_agent_is_raised(play):
@@ -484,16 +435,13 @@ def test_a_conversation_that_failed_stands_first_and_the_one_that_spoke_last_is_
     assert [failed.reward, whole.reward] == [None, 0.5]
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_timeout_in_a_tool_keeps_what_was_sampled(play, wrapped):
+def test_a_timeout_in_a_tool_keeps_what_was_sampled(play):
     async def chat(client, prompt, **row):
         await ask(client, *prompt)
         try:
             await too_late()
         except asyncio.CancelledError:
-            if wrapped:
-                raise RuntimeError("the graph was cancelled") from None
-            raise
+            raise RuntimeError("the graph was cancelled") from None
 
     (output,), engine = play(chat, "2", trajectory_timeout=HANGS)
     assert_output(output, engine, (1, "2" + END))
@@ -513,10 +461,3 @@ def test_calls_that_outlive_the_agent_are_ended(play):
     assert_output(outputs[-1], engine, (1, "2" + END), user_turn("And?"))
 
 
-def test_an_agent_that_asks_nothing_or_has_no_room_is_skipped(play, tokenizer):
-    async def chat(client, **row):
-        return 1.0
-
-    assert play(chat)[0] == []
-    outputs, engine = play(asks_once, max_model_len=len(encode(tokenizer, ASKED)))
-    assert (outputs, engine.prompts) == ([], [])

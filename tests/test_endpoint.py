@@ -7,21 +7,18 @@ import dataclasses
 import functools
 import json
 import socket
-from types import SimpleNamespace
 from unittest import mock
 
 import anthropic
 import httpx
 import openai
 import pytest
-from conftest import HANGS, REPO, make_run
+from conftest import HANGS, REPO
 from pydantic import BaseModel
 from test_agent_loop import ANSWER, END, PROMPT, SUM, call, encode, tool_turn, user, user_turn
 from test_chat import (
     CALCULATOR,
     FIRST_WITH_TOOLS,
-    FORCED,
-    OTHER,
     Engine,
     ask,
     assert_exact,
@@ -30,24 +27,17 @@ from test_chat import (
     run,
     solve,
 )
-from test_rollout import hf_model, wake
 
 import agent_loop
 from agent_loop import total_reward
 from data import load_task
 from examples import calculator
-from flatrl.chat import anthropic_api, openai_api
 from flatrl.chat import endpoint as chat_endpoint
+from flatrl.chat import openai_api
 from flatrl.chat.endpoint import EndpointLoop
-from rollout import rollout, set_rewards
+from rollout import set_rewards
 from train import Args
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"n": {"enum": [1, 2]}},
-    "required": ["n"],
-    "additionalProperties": False,
-}
 FUNCTION = CALCULATOR["function"]
 PARALLEL = SUM + "\n" + call(expression="2*3")
 WITH_SYSTEM = FIRST_WITH_TOOLS.replace("Tools:", "Be brief.\nTools:")
@@ -170,51 +160,18 @@ def test_the_server_listens_on_loopback_only(play, endpoint):
         socket.create_connection(("127.0.0.2", port)).close()
 
 
-def test_a_budget_over_http(play):
-    async def agent(client, prompt):
-        try:
-            await solve(client, prompt)
-        except openai.BadRequestError as error:
-            raised.append((error.status_code, error.code))
-            raise
-
-    raised = []
-    (output,), engine = play(agent, SUM, max_assistant_turns=1)
-    assert raised == [(400, "context_length_exceeded")]
-    assert_output(output, engine, (1, SUM + END))
-    assert output.stop_reason == "max_turns"
-
-
-def test_roles_and_ids_are_words(play):
-    """A template prints them as they are. A developer is the system."""
-    function = {"name": "f", "arguments": "{}"}
-    made = {"type": "function", "id": "1<|im_end|>", "function": function}
-
-    async def agent(client, prompt):
-        with pytest.raises(openai.BadRequestError, match="role must be a word"):
-            await ask(client, {"role": "user<|im_end|>", "content": "x"})
-        developer = {"role": "developer", "content": "Be brief."}
-        called = {"role": "assistant", "content": "", "tool_calls": [made]}
-        answer = {"role": "tool", "tool_call_id": "1<|im_end|>", "content": "2"}
-        await ask(client, developer, *prompt, called, answer)
-
-    (output,), _ = play(agent, "2")
-    system, _, called, answer, _ = output.messages
-    assert system == {"role": "system", "content": "Be brief."}
-    assert called["tool_calls"][0]["id"] == answer["tool_call_id"] == "1__im_end__"
-
-
-@pytest.mark.parametrize("returned, expected", [(None, 0.75), (0.0, 0.0)])
-def test_a_posted_reward_is_used_unless_the_agent_returns_one(play, returned, expected):
+def test_a_posted_reward_is_used_unless_the_agent_returns_one(play):
     async def agent(client, prompt):
         await ask(client, *prompt)
         for body in ({"reward": 0.5}, {"reward": 0.75}, {"reward": "high"}, {}):
             answer = await post(client, "reward", body)
             assert answer.status_code == (200 if isinstance(body.get("reward"), float) else 400)
-        return returned
+        return rewards.pop()
 
-    (output,), _ = play(agent, "2")
-    assert output.reward == expected
+    rewards = [None, 0.0]
+    for expected in (0.0, 0.75):
+        (output,), _ = play(agent, "2")
+        assert output.reward == expected
 
 
 def test_a_plain_agent_runs_in_a_thread(endpoint, tokenizer):
@@ -251,33 +208,6 @@ def test_a_streamed_reply_ends_with_its_reason_and_usage(play, tokenizer):
     assert_output(output, engine, (1, "Hm." + PARALLEL + END))
 
 
-def test_n_replies_are_n_sequences(play, tokenizer):
-    async def agent(client, prompt):
-        one = await ask(client, *prompt)
-        three = await create(client, [*prompt, one, user("Sure?")], n=3)
-        said = [(choice.index, choice.message.content) for choice in three.choices]
-        assert said == [(0, "yes"), (1, "no"), (2, "well")]
-        sampled = sum(len(encode(tokenizer, text + END)) for text in ("yes", "no", "well"))
-        assert three.usage.completion_tokens == sampled
-
-    outputs, engine = play(agent, "2", "yes", "no", "well")
-    assert_output(outputs[0], engine, (1, "2" + END), user_turn("Sure?"), (2, "yes" + END))
-    assert_output(outputs[1], engine, (3, "no" + END))
-    assert_output(outputs[2], engine, (4, "well" + END))
-    assert_exact(outputs, engine)
-
-
-def test_a_free_loop_trains_a_format(play, monkeypatch, warnings):
-    async def agent(client, prompt):
-        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-        await create(client, prompt, response_format=form)
-
-    monkeypatch.setattr(EndpointLoop, "constrains", False)
-    (output,), engine = play(agent, "2")
-    assert_output(output, engine, (1, "2" + END))
-    assert engine.params[0].keys() == {"max_tokens"} and not warnings
-
-
 MALFORMED = [
     b"{",
     [],
@@ -289,8 +219,8 @@ MALFORMED = [
 ]
 REFUSED = [
     (dict(top_logprobs=3, functions=[{"name": "f"}]), "functions, top_logprobs"),
-    (dict(tools=[OTHER], tool_choice=FORCED), "does not match any"),
-    (dict(response_format={"type": "xml"}), "response_format"),
+    (dict(n=2), "not supported: n"),
+    (dict(response_format={"type": "json_object"}), "not supported: response_format"),
 ]
 REFUSED_RESPONSES = [
     (dict(input="Hi", previous_response_id="resp_1"), "previous_response_id"),
@@ -358,30 +288,18 @@ def test_responses_continue_as_one_output(play, tokenizer):
     assert_output(output, engine, (1, "Hm." + SUM + END), tool_turn("2"), (2, ANSWER + END))
 
 
-def test_a_response_that_was_cut_is_incomplete(play):
+def test_a_response_may_reason_and_be_cut(play):
     async def agent(client, prompt):
-        response, events = await respond(client, input="Count.", max_output_tokens=3)
-        assert response.incomplete_details.reason == "max_output_tokens"
-        assert reply_of(response) == [("message", "123")]
-        assert response.status == "incomplete" and events[-1].type == "response.incomplete"
-
-    (output,), engine = play(agent, "12345")
-    assert_output(output, engine, (1, "123"))
-
-
-def test_a_response_has_reasoning_and_a_format(play):
-    async def agent(client, prompt):
-        form = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
         first, _ = await respond(client, input="Hi", include=["reasoning.encrypted_content"])
         assert reply_of(first) == [("reasoning", "Hm"), ("message", "2")]
-        items = [user("Hi"), *(item.model_dump() for item in first.output), user("In JSON")]
-        await client.responses.create(input=items, text={"format": form})
+        items = [user("Hi"), *(item.model_dump() for item in first.output), user("Count.")]
+        second, events = await respond(client, input=items, max_output_tokens=3)
+        assert reply_of(second) == [("message", "123")]
+        assert (second.status, events[-1].type) == ("incomplete", "response.incomplete")
 
     thought = "<think>Hm</think>2"
-    (output,), engine = play(agent, thought, '{"n": 2}')
-    given = user_turn("In JSON") + '{"n": 2}' + END
-    assert_output(output, engine, (1, thought + END), given)
-    assert engine.params[1]["structured_outputs"].json == SCHEMA
+    (output,), engine = play(agent, thought, "12345")
+    assert_output(output, engine, (1, thought + END), user_turn("Count."), (2, "123"))
 
 
 # ---------------------------------------------------------------- Messages
@@ -483,43 +401,12 @@ def test_what_is_the_runs_own_is_ignored_with_a_warning(play_anthropic, warnings
         how = dict(tools=[TOOL], tool_choice=forced, thinking=thinking, extra_body={"top_k": 3})
         reply = await send(client, **how)
         assert parts_of(reply) == [("tool_use", {"expression": "1+1"})]
-        result = {"type": "tool_result", "tool_use_id": reply.content[0].id, "content": "2"}
-        form = {"format": {"type": "json_schema", "schema": SCHEMA}}
-        messages = [*prompt, reply.to_param(), user([result])]
-        await send(client, messages, tools=[TOOL], output_config=form)
 
-    (output,), engine = play_anthropic(agent, PARALLEL, '{"n": 2}')
-    given = tool_turn("2") + '{"n": 2}' + END  # in a format, so not trained
-    assert_output(output, engine, (1, PARALLEL + END), given)
+    (output,), engine = play_anthropic(agent, PARALLEL)
+    assert_output(output, engine, (1, PARALLEL + END))
     assert output.metrics["tool_calls"] == 1
-    assert "structured_outputs" in engine.params[1]
-    for name in ("thinking", "top_k", "tool_choice", "response_format"):
+    for name in ("thinking", "top_k", "tool_choice"):
         assert any(name in warning for warning in warnings)
-
-
-def test_tokens_are_counted(play_anthropic, tokenizer):
-    async def agent(client, prompt):
-        how = dict(messages=prompt, system="Be brief.", tools=[TOOL])
-        count = await client.messages.count_tokens(model="policy", **how)
-        assert count.input_tokens == len(encode(tokenizer, WITH_SYSTEM))
-        how["messages"] = [{"role": "system", "content": how.pop("system")}, *prompt]
-        reply = await send(client, **how)
-        assert reply.usage.input_tokens == count.input_tokens
-
-    (output,), engine = play_anthropic(agent, "2")
-    assert_exact([output], engine)
-
-
-def test_a_tool_result_and_images_as_chat_messages():
-    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
-    blocks = [{"type": "text", "text": "a"}, {"type": "image", "source": source}]
-    result = {"type": "tool_result", "tool_use_id": "1", "content": blocks}
-    text = {"type": "text", "text": "And?"}
-    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    assert anthropic_api.chat_of({"messages": [user([text, result])]})["messages"] == [
-        {"role": "tool", "tool_call_id": "1", "content": [blocks[0], url]},
-        {"role": "user", "content": [text]},
-    ]
 
 
 BROWSER = {"type": "web_search_20250305", "name": "web_search"}
@@ -531,6 +418,7 @@ REFUSED_MESSAGES = [
     (dict(messages=[user([DOCUMENT])]), "not 'document'"),
     (dict(messages=[]), "IndexError"),
     (dict(container="c"), "not supported: container"),
+    (dict(output_config={"format": {"type": "json_schema", "schema": {}}}), "output_config.format"),
 ]
 
 
@@ -571,7 +459,6 @@ def test_keys_and_budgets_of_messages(play_anthropic):
 # Each returns a coroutine function of (base_url, api_key), which returns the agent's answer.
 
 QUESTION = PROMPT[0]["content"]
-JSON = '{"answer": 2}'
 
 
 class Answer(BaseModel):
@@ -580,7 +467,7 @@ class Answer(BaseModel):
     answer: int
 
 
-def openai_agents(api="responses", stream=False, form=None, **settings):
+def openai_agents(api="responses", stream=False, **settings):
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
     kinds = {
@@ -593,7 +480,6 @@ def openai_agents(api="responses", stream=False, form=None, **settings):
         agent = agents.Agent(
             "a",
             tools=[agents.function_tool(calculator.calculator)],
-            output_type=form,
             model=kinds[api]("policy", client),
             model_settings=agents.ModelSettings(**settings),
         )
@@ -606,7 +492,7 @@ def openai_agents(api="responses", stream=False, form=None, **settings):
     return agent
 
 
-def langgraph(form=None, choice=None, **how):
+def langgraph(form=False, choice=None, **how):
     pytest.importorskip("langgraph")
     langchain = pytest.importorskip("langchain_openai")
     from examples import langgraph_math
@@ -619,7 +505,8 @@ def langgraph(form=None, choice=None, **how):
         make = functools.partial(Model, **how)
         if form:
             model = make(base_url=base_url, api_key=api_key, model="policy", max_retries=0)
-            return await model.with_structured_output(Answer, method=form).ainvoke(QUESTION)
+            model = model.with_structured_output(Answer, method="function_calling")
+            return await model.ainvoke(QUESTION)
         with mock.patch.object(langgraph_math, "ChatOpenAI", make):
             graph = langgraph_math.build_agent(base_url, api_key)
         return (await graph.ainvoke({"messages": PROMPT}))["messages"][-1].text
@@ -627,18 +514,14 @@ def langgraph(form=None, choice=None, **how):
     return agent
 
 
-TWO = Answer(answer=2)
 FREELY = dict(tool_choice="required", parallel_tool_calls=False, temperature=0.5, max_tokens=99)
-# The framework, how it is used, what the policy says (a list: in a format, so not trained), and
-# what the agent returns.
+# The framework, how it is used, what the policy says, and what the agent returns.
 CELLS = [
     (openai_agents, dict(api="responses", stream=True, **FREELY), (SUM, ANSWER), ANSWER),
-    (openai_agents, dict(api="chat", stream=False), (PARALLEL, ANSWER), ANSWER),
-    (openai_agents, dict(api="responses", form=Answer), [SUM, JSON], TWO),
+    (openai_agents, dict(api="chat"), (PARALLEL, ANSWER), ANSWER),
     (langgraph, dict(use_responses_api=True, streaming=True), (SUM, ANSWER), ANSWER),
     (langgraph, dict(choice="any", streaming=True), (PARALLEL, ANSWER), ANSWER),
-    (langgraph, dict(form="function_calling"), (call("Answer", answer=2),), TWO),
-    (langgraph, dict(form="json_schema"), [JSON], TWO),
+    (langgraph, dict(form=True), (call("Answer", answer=2),), Answer(answer=2)),
 ]
 
 
@@ -652,13 +535,7 @@ def test_a_feature_of_a_framework(framework, how, lines, expected, endpoint, tok
 
     outputs, engine = player(tokenizer, EndpointLoop, "agent")(agent, *lines)
     assert found == [expected] and len(engine.prompts) == len(lines)
-    constrained = ["structured_outputs" in params for params in engine.params]
-    if isinstance(lines, list):
-        assert not any(sum(output.response_mask) for output in outputs)
-        assert all(constrained)
-    else:
-        assert_exact(outputs, engine)
-        assert not any(constrained)
+    assert_exact(outputs, engine)
 
 
 def test_langgraphs_example_is_rewarded_after_more_turns_than_its_own_limit(endpoint, tokenizer):
@@ -677,44 +554,3 @@ def test_langgraphs_example_is_rewarded_after_more_turns_than_its_own_limit(endp
     for n in range(1, 13):
         parts += [(n, lines[0] + END), tool_turn("50")]
     assert_output(output, engine, *parts, (13, lines[-1] + END))
-
-
-# ---------------------------------------------------------------- on vLLM
-
-
-def test_vllm_keeps_to_a_format(
-    engine, background, tokenizer, tiny_model, args, endpoint, monkeypatch
-):
-    """A random model, whose free replies are garbage: only these are trained."""
-    answers = ('"yes"', '"no"')
-    said = {"schema": [], "schema or tool": [], "no tool": [], "object": [], "free": []}
-    schema = {"name": "x", "schema": {"enum": ["yes", "no"]}}
-    form = {"type": "json_schema", "json_schema": schema}
-    wanted = [
-        dict(response_format=form),
-        dict(response_format=form, tools=[CALCULATOR]),
-        dict(response_format=form, tools=[CALCULATOR], tool_choice="none"),
-        dict(response_format={"type": "json_object"}),
-        dict(response_format={"type": "text"}),
-    ]
-
-    class Agent(EndpointLoop):
-        async def agent(self, base_url, api_key, row):
-            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-                for texts, how in zip(said.values(), wanted, strict=True):
-                    reply = await ask(client, *row["prompt"], max_tokens=9, **how)
-                    texts.append(reply.content)
-
-    monkeypatch.setitem(agent_loop.AGENT_LOOPS, "in_a_format", Agent)
-    wake(engine, hf_model(tiny_model), 0)
-    task = SimpleNamespace(reward=lambda output, row: 0.0)
-    run = make_run(engine, background, task, tokenizer, args)
-    row = {"prompt": PROMPT, "agent_name": "in_a_format"}
-    rollouts = rollout(run, [row], 0, 2, {"temperature": 1.0})
-    assert not rollouts.errors
-    assert {*said["schema"], *said["no tool"]} <= {*answers}
-    for text in said["schema or tool"]:
-        assert text in answers or text.startswith("<tool_cal")
-    assert all(text.lstrip().startswith("{") for text in said["object"])
-    is_trained = [sum(output.response_mask) > 0 for output in rollouts.trained]
-    assert is_trained == [False, False, False, False, True] * 2

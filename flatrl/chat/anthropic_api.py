@@ -11,7 +11,7 @@ Anthropic's words:
     stop_sequences, max_tokens, disable_parallel_tool_use
                        work as Anthropic's
     output_config.format
-                       constrains the reply, which is then NOT TRAINED
+                       is refused
     thinking, output_config.effort, context_management
                        are ignored, with one warning for each name
     thread             is refused in the way that makes the client send all messages each time
@@ -49,9 +49,7 @@ def chat_of(body: dict) -> dict:
 
     output = body.get("output_config") or {}
     chat["reasoning_effort"] = output.get("effort")
-    if output.get("format"):
-        schema = {"name": "reply", "schema": output["format"]["schema"]}
-        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    chat["output_config.format"] = output.get("format")
     return chat
 
 

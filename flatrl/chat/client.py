@@ -42,7 +42,6 @@ class ChatClient:
         self.row_images = row_images
         self.trusted = []  # the row's messages: see agent_loop.render
         self.trajectories = []  # one per token sequence, the most recently asked last
-        self.known = {}  # messages that were sent: see _known
         self.tasks = []  # one per call: those still running at the end are cancelled
         self.turns = 0  # calls so far
         self.over = False  # whether the agent is done
@@ -62,41 +61,36 @@ class ChatClient:
         messages,
         tools=None,
         tool_choice="auto",
-        n=1,
         stream=False,
         max_tokens=None,
         max_completion_tokens=None,
         stop=None,
-        response_format=None,
         parallel_tool_calls=True,
         extra_body=None,
         **others,
     ):
         """Returns an openai ChatCompletion, with vLLM's prompt_token_ids and token_ids.
 
-        Two of vLLM's extras work, in extra_body or as plain arguments: `chat_template_kwargs`
-        overrides --chat_template_args, and `structured_outputs` constrains the reply. A
-        constrained reply is not trained (mask 0): its logprobs are those under vLLM's mask.
+        One of vLLM's extras works, in extra_body or as a plain argument: `chat_template_kwargs`
+        overrides --chat_template_args.
 
-        Raises ValueError for n > 1, stream, a forced tool_choice, response_format, and content
-        other than text (and, for vision models, images as data: URLs). The endpoint supports
-        the first four: see flatrl/chat/openai_api.py."""
+        Raises ValueError for stream, n > 1, response_format, a forced tool_choice, and content
+        other than text (and, for vision models, images as data: URLs). The endpoint takes stream
+        and tool_choice: see flatrl/chat/openai_api.py."""
         is_forced = tool_choice not in (None, "auto", "none")
-        if n not in (None, 1) or stream or response_format or is_forced:
+        if stream or is_forced or others.get("n") not in (None, 1) or others.get("response_format"):
             raise ValueError(
-                "not supported in process: n > 1, stream, a forced tool_choice, response_format"
+                "not supported in process: stream, n > 1, response_format, a forced tool_choice"
             )
         others.update(extra_body or {})
         if max_completion_tokens is not None:
             max_tokens = max_completion_tokens
-        sampling = self._sampling(max_tokens, stop, others.get("structured_outputs"))
+        sampling = self._sampling(max_tokens, stop)
         tools = [] if tool_choice == "none" else list(tools or [])
         template = json.dumps(others.get("chat_template_kwargs") or {}, sort_keys=True)
 
-        images = []  # of all messages, in the order of their placeholders
-        known = [self._known(place, message, images) for place, message in enumerate(messages)]
-        messages = [message for message, _ in known]
-        identities = [identity for _, identity in known]
+        messages, images = self._plain_chat(messages)
+        identities = [_identity(message) for message in messages]
         trajectory = self._trajectory_for(messages, identities, images, tools, template)
         self.turns += 1
         turn = self.turns
@@ -136,7 +130,7 @@ class ChatClient:
                     trajectory.count(f"tool_calls/{made['name']}")
         return stop_string
 
-    def _sampling(self, max_tokens, stop, structured_outputs):
+    def _sampling(self, max_tokens, stop):
         """Returns the run's sampling parameters, with the agent's choices."""
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens!r:.80}")
@@ -145,8 +139,6 @@ class ChatClient:
             sampling["max_tokens"] = min(max_tokens, sampling.get("max_tokens") or max_tokens)
         if stop:
             sampling["stop"] = [stop] if isinstance(stop, str) else stop
-        if structured_outputs:
-            sampling["structured_outputs"] = structured_outputs
         return sampling
 
     async def _sample(self, trajectory, sampling):
@@ -219,8 +211,7 @@ class ChatClient:
 
     def count_tokens(self, messages: list[dict], tools: list[dict]) -> int:
         """Returns how many tokens the prompt of a call would have that begins a sequence."""
-        images = []
-        prompt = [self._known(place, message, images)[0] for place, message in enumerate(messages)]
+        prompt, images = self._plain_chat(messages)
         row = {"prompt": prompt, "images": images}
         return len(self.loop.start(row, tools, self.trusted).prompt_ids)
 
@@ -237,32 +228,32 @@ class ChatClient:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    def _known(self, place, message, images):
-        """Returns `_plain` and `_identity` of the message at index `place` of a call.
+    def _plain_chat(self, messages):
+        """Returns a call's messages in the form that templates expect, and their images in order.
 
-        Agents send the whole history at each call. A message that equals an earlier one at
-        its place is not read again."""
-        is_dict = isinstance(message, dict)
-        content = message.get("content") if is_dict else getattr(message, "content", None)
-        key = place, content if isinstance(content, str) else None
-        sent, known = self.known.get(key, (None, None))
-        if sent != message:
-            plain = self._plain(message, images)
-            known = plain, _identity(plain)
-            if isinstance(plain["content"], str):  # else each call has to collect its images
-                self.known[key] = copy.deepcopy(message), known  # the agent may change it
-        return known
+        Parts of type image are those of the row's prompt. A call has all of them or none."""
+        images = []
+        row_images = iter(self.row_images)
+        messages = [self._plain(message, images, row_images) for message in messages]
+        n_left = len([*row_images])
+        if 0 < n_left < len(self.row_images):
+            raise ValueError(
+                "supported are all images of the row's prompt or none; send single ones as "
+                "image_url"
+            )
+        return messages, images
 
-    def _plain(self, message, images):
+    def _plain(self, message, images, row_images):
         """Returns any client's chat message in the form that templates expect.
 
         Its content becomes a text or a list of parts, the arguments of its calls a dict. Its
-        images are added to `images`."""
+        images are added to `images`. row_images: an iterator of those that the row's own parts
+        stand for."""
         if not isinstance(message, dict):
             message = message.model_dump(exclude_none=True)
         content = message.get("content") or ""
         if not isinstance(content, str):
-            content = [self._part(part, images) for part in content]
+            content = [self._part(part, images, row_images) for part in content]
             if all(part["type"] == "text" for part in content):
                 content = "".join(part["text"] for part in content)
 
@@ -287,7 +278,7 @@ class ChatClient:
             plain.setdefault("tool_calls", []).append(made)
         return plain
 
-    def _part(self, part, images):
+    def _part(self, part, images, row_images):
         """Returns a part of a message's content; adds its image, if it has one, to `images`."""
         kind = part.get("type")
         if kind == "text":
@@ -297,13 +288,11 @@ class ChatClient:
         limit = self.loop.args.max_images
         if len(images) == limit:
             raise ValueError(f"supported are {limit} images, see max_images of --agent_args")
-        if kind == "image":  # from the row's own prompt, numbered by ChatAgentLoop
-            if part.get("image") not in range(len(self.row_images)):
-                raise ValueError(
-                    "a part of type image is supported only as the row's prompt has it; "
-                    "send others as image_url"
-                )
-            images.append(self.row_images[part["image"]])
+        if kind == "image":
+            image = next(row_images, None)
+            if image is None:
+                raise ValueError("supported are the images of the row's prompt, and image_url")
+            images.append(image)
             return part
         url = part.get("image_url")
         if isinstance(url, dict):
@@ -388,9 +377,7 @@ class ChatAgentLoop(AgentLoopBase):
     async def run(self, sampling_params, **row):
         """Runs `chat` with a client of its own; returns the client's outputs."""
         client = ChatClient(self, sampling_params, row.get("images") or ())
-        if client.row_images:
-            _number_images(row["prompt"])
-        client.trusted = [client._plain(message, []) for message in row.get("prompt", ())]
+        client.trusted, _ = client._plain_chat(row.get("prompt", ()))
         cut_off = None
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
@@ -409,13 +396,3 @@ class ChatAgentLoop(AgentLoopBase):
             outputs[-1].reward = client.reward
             outputs[-1].stop_reason = cut_off or outputs[-1].stop_reason
         return outputs
-
-
-def _number_images(messages):
-    """Numbers the images of a row's prompt, so that an agent may send any of them again."""
-    number = 0
-    for message in messages:
-        for part in message.get("content") or ():
-            if isinstance(part, dict) and part["type"] == "image":
-                part["image"] = number
-                number += 1

@@ -127,7 +127,7 @@ class ChatEndpoint:
         """Answers a request for a chat completion."""
         stream = body.pop("stream", False)
         options = body.get("stream_options") or {}
-        completion = await openai_api.complete(client, body)
+        completion = await client.create(**openai_api.arguments(body))
         if not stream:
             return JSONResponse(completion.model_dump())
         chunks = openai_api.chunks(completion, bool(options.get("include_usage")))
@@ -136,7 +136,7 @@ class ChatEndpoint:
     async def respond(self, client: ChatClient, body: dict) -> Response:
         """Answers a request of the Responses API."""
         stream = body.pop("stream", False)
-        completion = await openai_api.complete(client, openai_api.chat_of(body))
+        completion = await client.create(**openai_api.arguments(openai_api.chat_of(body)))
         response = openai_api.response_of(completion)
         if not stream:
             return JSONResponse(response)
@@ -148,7 +148,7 @@ class ChatEndpoint:
             code = "thread_unsupported_request"
             return JSONResponse(anthropic_api.error(400, "not supported: thread", code), 400)
         stream = body.pop("stream", False)
-        completion = await openai_api.complete(client, anthropic_api.chat_of(body))
+        completion = await client.create(**openai_api.arguments(anthropic_api.chat_of(body)))
         message = anthropic_api.message_of(completion)
         if not stream:
             return JSONResponse(message)
@@ -195,11 +195,7 @@ def _streamed(events: Iterator[dict], named: bool) -> Response:
 class EndpointLoop(ChatAgentLoop):
     """The base class of agents that speak HTTP: a subclass writes `agent`.
 
-    `agent` is an async function, or a plain one, which then runs in a thread. constrains:
-    whether a response_format constrains the reply, which is then not trained; see
-    flatrl/chat/openai_api.py."""
-
-    constrains = True
+    `agent` is an async function, or a plain one, which then runs in a thread."""
 
     async def agent(self, base_url: str, api_key: str, row: dict) -> float | None:
         raise TypeError(f"{type(self).__name__} has no agent method")

@@ -2,7 +2,6 @@
 
 flatrl/chat/endpoint.py is the server. Besides its messages, a request may hold:
 
-    n                  as many choices, each a token sequence of its own; all are trained
     stream             works, but the whole reply arrives as one chunk
                        (stream_options.include_usage works as OpenAI's)
     tools              works as OpenAI's
@@ -10,35 +9,27 @@ flatrl/chat/endpoint.py is the server. Besides its messages, a request may hold:
                        keeps only the first of several calls
     tool_choice        "none" works; "required" and a named tool count as "auto", with a
                        warning, so the reply is sampled freely and trained
-    response_format, text
-                       vLLM's structured outputs constrain the reply to json_object or
-                       json_schema (or a tool call). The reply is NOT TRAINED: its logprobs are
-                       those under vLLM's mask, which the trainer does not have. With
-                       EndpointLoop.constrains = False it is sampled freely, and trained
     max_tokens, max_completion_tokens, max_output_tokens, stop, chat_template_kwargs
                        work as OpenAI's and vLLM's
     RUNS_OWN           is ignored, with one warning for each name: the run's values are used
     NO_MATTER          is ignored: it makes no difference here
-    anything else      is refused if it is set
+    anything else      is refused if it is set: n > 1, for example, and a response_format, whose
+                       constrained tokens the trainer could not score
 
 A developer message is a system message. Responses are not stored: a request that refers to one by
 its id is refused."""
 
-import asyncio
 import itertools
 import json
 import sys
 import time
 from collections.abc import Iterator
 
-from flatrl.chat.client import ChatClient
-
 CREATE = {
     "messages",
     "tools",
     "tool_choice",
     "parallel_tool_calls",
-    "response_format",
     "stop",
     "max_tokens",
     "max_completion_tokens",
@@ -92,34 +83,15 @@ def error(status: int, message: str, code: str) -> dict:
     return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 
-def structured_outputs(loop, **given):
-    """Returns vLLM's constraint for a response_format, or None. Tool calls stay possible.
-
-    given: tools, tool_choice and response_format of a request. Raises ValueError if vLLM's own
-    server would refuse them."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.parser import ParserManager
-
-    try:
-        request = ChatCompletionRequest(messages=[], **given)
-        may_call = request.tools and request.tool_choice != "none"
-        if may_call and request.extract_structured_outputs():
-            # The reply is a tool call in the model's own format, or fits the response_format.
-            parser_class = ParserManager.get_parser(
-                loop.args.tool_parser, enable_auto_tools=True, tool_strict_level="parameter"
-            )
-            parser = parser_class(loop.tokenizer, request.tools)
-            free_choice = request.model_copy(update={"tool_choice": "auto"})
-            request = parser.adjust_request(free_choice)
-        return request.extract_structured_outputs()
-    except Exception as error:  # vLLM's own have no common base
-        raise ValueError(f"tools, tool_choice or response_format: {error}") from None
-
-
-def arguments(loop, body: dict) -> dict:
+def arguments(body: dict) -> dict:
     """Returns the arguments of ChatClient.create for the body of a chat request.
 
     Raises ValueError for what the table above refuses."""
+    body = dict(body)
+    if body.get("n") == 1:
+        del body["n"]
+    if body.get("response_format") == {"type": "text"}:  # which is no constraint
+        del body["response_format"]
     unknown = {name for name, value in body.items() if value} - CREATE - RUNS_OWN - NO_MATTER
     if unknown:
         raise ValueError(f"not supported: {', '.join(sorted(unknown))}")
@@ -128,55 +100,25 @@ def arguments(loop, body: dict) -> dict:
             warn_once(f"an agent sets {name}, which is ignored: the run's own is taken")
 
     result = {name: body[name] for name in CREATE & body.keys()}
-    is_forced = result.get("tool_choice") not in (None, "auto", "none")
-    if is_forced or result.get("response_format"):
-        names = ("tools", "tool_choice", "response_format")
-        given = {name: result[name] for name in names if result.get(name)}
-        constraint = structured_outputs(loop, **given)
-        if constraint and loop.constrains:
-            result["structured_outputs"] = constraint
-            warn_once(
-                "an agent asks for a response_format: its reply keeps to it, and is not trained"
-            )
-        if is_forced:
-            warn_once("an agent forces a tool call by tool_choice, which is taken as 'auto'")
-            result["tool_choice"] = "auto"
-        result.pop("response_format", None)
+    if result.get("tool_choice") not in (None, "auto", "none"):
+        warn_once("an agent forces a tool call by tool_choice, which is taken as 'auto'")
+        result["tool_choice"] = "auto"
     return result
 
 
-async def complete(client: ChatClient, body: dict):
-    """Returns the ChatCompletion for the body of a chat request without `stream`.
-
-    Raises what ChatClient.create raises."""
-    n = body.pop("n", None) or 1
-    if n < 1:
-        raise ValueError(f"supported is at least 1 choice, not n={n}")
-    create = arguments(client.loop, body)
-    completion, *others = await asyncio.gather(*(client.create(**create) for _ in range(n)))
-    for i, other in enumerate(others, start=1):
-        other.choices[0].index = i
-        completion.choices += other.choices
-        completion.usage.completion_tokens += other.usage.completion_tokens
-        completion.usage.total_tokens += other.usage.completion_tokens
-    return completion
-
-
 def chunks(completion, include_usage: bool) -> Iterator[dict]:
-    """Yields a chat completion as it is streamed.
-
-    Each choice has two chunks: its message, and the reason for its end."""
+    """Yields a chat completion as it is streamed: its message, then the reason for its end."""
     whole = completion.model_dump()
     head = {key: whole[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
-    for choice in whole["choices"]:
-        message = choice.pop("message")
-        delta = {key: value for key, value in message.items() if value is not None}
-        for i, call in enumerate(delta.get("tool_calls", ())):
-            call["index"] = i
-        end = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
-        yield head | {"choices": [choice | {"delta": delta, "finish_reason": None}]}
-        yield head | {"choices": [end]}
+    (choice,) = whole["choices"]
+    message = choice.pop("message")
+    delta = {key: value for key, value in message.items() if value is not None}
+    for i, call in enumerate(delta.get("tool_calls", ())):
+        call["index"] = i
+    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    yield head | {"choices": [choice | {"delta": delta, "finish_reason": None}]}
+    yield head | {"choices": [end]}
     if include_usage:
         yield head | {"choices": [], "usage": whole["usage"]}
 
@@ -218,12 +160,7 @@ def chat_of(body: dict) -> dict:
 
     text = body.get("text") or {}
     chat["verbosity"] = text.get("verbosity")
-    form = text.get("format")
-    if form:
-        chat["response_format"] = {"type": form["type"]}
-        if form.get("schema"):
-            schema = {key: form.get(key) for key in ("name", "schema", "strict")}
-            chat["response_format"]["json_schema"] = schema
+    chat["response_format"] = text.get("format")
     chat["max_completion_tokens"] = body.get("max_output_tokens")
     include = set(body.get("include") or ())
     chat["include"] = include - {"reasoning.encrypted_content"}  # there is none
