@@ -447,8 +447,7 @@ class AgentLoopBase:
 
     engine: any object with `async generate(*, request_id, prompt_ids, sampling_params,
         image_data) -> TokenOutput`. prompt_ids has ONE placeholder for each image of
-        image_data, which is a list of PIL images or None. `score` needs an `async score(*,
-        request_id, prompt_ids) -> list[float]`, too.
+        image_data, which is a list of PIL images or None.
     processor: the model's image processor; None for text models.
     task: the task module.
     args: train.Args, LoopArgs or any object with some of LoopArgs' attributes. Those that it
@@ -636,24 +635,6 @@ class AgentLoopBase:
                 part_ids = _tokenise(self.tokenizer, part)
                 message[name] = decode(part_ids, skip_special_tokens=True)
         return message, text
-
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
-        """Returns the logprob of each of ids[start:], given all ids before it.
-
-        ids: any text without images, at most window - 1 tokens. The weights are those that the
-        engine has when it answers; with --max_staleness they may be newer than those that sampled
-        the ids. The temperature is 1, whatever the run samples with. No turn is counted, and
-        sampling seeds are unaffected. Each call costs a prefill of all ids, because the prefix
-        cache is not read.
-
-        Raises ValueError unless 1 <= start <= len(ids) (the first id has no logprob), and if the
-        engine refuses the ids; TypeError if the engine has no `score`."""
-        if not 1 <= start <= len(ids):
-            raise ValueError(f"start must be from 1 to {len(ids)}, the number of ids, got {start}")
-        if not hasattr(self.engine, "score"):
-            raise TypeError(f"the engine {type(self.engine).__name__} has no method `score`")
-        logprobs = await self.engine.score(request_id=uuid4().hex, prompt_ids=ids)
-        return logprobs[start - 1 :]
 
     def stop_token_ids(self, sampling_params: dict) -> set[int]:
         """Returns the ids that end a turn: the tokenizer's, the sampling parameters' and those

@@ -87,18 +87,15 @@ from flatrl.terminal import Bar, shown
 from flatrl.units import rollout_of
 from flatrl.vision import check_images
 from flatrl.vllm_engine import (
-    free_tokens,
     keep_loaded,
     load_into,
     never_sample,
     prepare_vllm,
-    reuse_block_hashes,
     sampling_params,
     unlink_shared_memory,
     vllm_arguments,
 )
 
-KV_FULL = 0.9  # no new rollout starts while a larger share of the KV cache is in use
 MAX_CONCURRENT = 1024  # rollouts that run on one rank; many of them wait for tools
 REWARD_TIMEOUT = 300.0  # seconds for the reward of one rollout, which is dropped after that
 
@@ -108,17 +105,16 @@ REWARD_TIMEOUT = 300.0  # seconds for the reward of one rollout, which is droppe
 
 @dataclass(eq=False)
 class _Request:
-    """One call of `Engine.generate`, or of `Engine.score`."""
+    """One call of `Engine.generate`."""
 
     call_id: str  # unique in the run: vLLM's request id
     trajectory: str  # the name of the trajectory that calls
-    turn: int  # how often the trajectory had called `generate` before
+    turn: int  # how often the trajectory had called before
     prompt_ids: list[int]
     params: dict  # vLLM's sampling parameters
     images: list | None
     future: asyncio.Future | None  # gets the result; None on the followers of a --tp team
     versions: list[int] = field(default_factory=list)  # of each token sampled so far
-    is_score: bool = False  # asks for the prompt's logprobs; the token that is sampled is dropped
 
     @property
     def is_given_up(self) -> bool:
@@ -174,19 +170,13 @@ class Engine:
 
         # Both threads use these, under the lock.
         self.lock = threading.Condition()
-        self.inbox = []  # requests that have just come
-        self.active = {}  # trajectory whose agent loop is running -> its tokens in the KV cache
-        self.ended_trajectories = []  # trajectories that have ended since the last command
+        self.inbox = []  # requests that vLLM does not have yet
+        self.active = set()  # trajectories whose agent loops are running
         self.poked = False  # whether a waiting `step` should return
-        # The background thread uses these. `sleep` clears last_calls when no trajectory is running.
-        self.last_calls = {}  # trajectory -> the _Request of its last `generate`
-        self.score_numbers = itertools.count()
+        # Only the background thread uses this, except that `sleep` clears it.
+        self.calls = Counter()  # of `generate`, by trajectory
         # Only the main thread uses these.
-        self.waiting = []  # requests that wait for room in the KV cache
         self.running = {}  # call_id -> request that vLLM has
-        # trajectory -> vLLM's request of its last call. The next prompt reuses its block hashes.
-        # The patch of vLLM that this installs fills the dict.
-        self.last_vllm_requests = reuse_block_hashes(self.core)
         self.statistics = Counter()  # sums since the engine was built: see Rollouts
         self.memory = {}  # state -> `memory()` at the last transition to it
         self.state = "awake"
@@ -267,13 +257,11 @@ class Engine:
                 raise RuntimeError(
                     f"{len(self.requests)} requests are unfinished: end the rollout first"
                 )
-            self.active = dict.fromkeys(self.active, 0)  # the KV cache is lost
         self.memory["before_sleep"] = memory()
         if keep:
             self.mark_versions()
         else:  # no trajectory is running
-            self.last_calls.clear()
-            self.last_vllm_requests.clear()
+            self.calls.clear()
         self.core.sleep(level, "keep" if keep else "abort")
         self._become("asleep")
 
@@ -320,12 +308,9 @@ class Engine:
         invalid, or if vLLM refuses the request (a prompt longer than the window, a bad sampling
         parameter)."""
         prompt_ids = list(prompt_ids)
-        # A prompt usually begins with the trajectory's last one, whose tokens have been checked.
-        last = self.last_calls.get(request_id)
-        checked = last.prompt_ids if last else []
-        n_checked = len(checked) if prompt_ids[: len(checked)] == checked else 0
-        check_ids(prompt_ids[n_checked:], self.vocab_size, "prompt_ids")
-        turn = self._next_turn(request_id)
+        check_ids(prompt_ids, self.vocab_size, "prompt_ids")
+        turn = self.calls[request_id]
+        self.calls[request_id] += 1
         # Agent loops give a smaller max_tokens. Without any, vLLM would stop after 16 tokens.
         room = self.args.window - len(prompt_ids)
         params = {
@@ -336,38 +321,12 @@ class Engine:
         if "min_tokens" in params:  # of --sampling_args: a late turn may have fewer tokens left
             params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
         future = asyncio.get_running_loop().create_future()
-        request = _Request(
-            f"{request_id}#{turn}", request_id, turn, prompt_ids, params, image_data, future
-        )
-        self.last_calls[request_id] = request
-        return await self._ask(request)
-
-    async def score(self, *, request_id: str, prompt_ids: list[int]) -> list[float]:
-        """Returns the logprob of each token but the first, given those before it.
-
-        See `AgentLoopBase.score`. Waits as `generate` does. It does not count as a turn of the
-        trajectory that request_id names, so sampling seeds are unaffected."""
-        prompt_ids = list(prompt_ids)
-        check_ids(prompt_ids, self.vocab_size, "the ids to score")
-        turn = self._next_turn(request_id)
-        future = asyncio.get_running_loop().create_future()
-        call_id = f"{request_id}#score{next(self.score_numbers)}"
-        params = {"max_tokens": 1}  # vLLM samples at least one
-        return await self._ask(
-            _Request(call_id, request_id, turn, prompt_ids, params, None, future, is_score=True)
-        )
-
-    def _next_turn(self, trajectory):
-        """Returns how often a trajectory has called `generate` so far."""
-        last = self.last_calls.get(trajectory)
-        return last.turn + 1 if last else 0
-
-    async def _ask(self, request):
-        """Posts a request, and returns its result; raises it if it is an exception."""
+        call_id = f"{request_id}#{turn}"
+        request = _Request(call_id, request_id, turn, prompt_ids, params, image_data, future)
         with self.lock:
             self.inbox.append(request)
             self.lock.notify()
-        result = await request.future
+        result = await future
         if isinstance(result, Exception):
             raise result
         return result
@@ -376,15 +335,14 @@ class Engine:
         """Records that a trajectory starts. With --deterministic, no model step starts before this
         trajectory asks for tokens."""
         with self.lock:
-            self.active[trajectory] = 0
+            self.active.add(trajectory)
 
     def leave(self, trajectory: str):
         """Records that a trajectory has ended."""
         with self.lock:
-            self.active.pop(trajectory, None)
-            self.ended_trajectories.append(trajectory)
+            self.active.discard(trajectory)
             self.lock.notify()
-        self.last_calls.pop(trajectory, None)
+        self.calls.pop(trajectory, None)
 
     def poke(self):
         """Makes a waiting `step` return, so that its caller checks again for ended groups."""
@@ -397,7 +355,7 @@ class Engine:
     @property
     def requests(self) -> list[_Request]:
         """All unfinished requests that somebody awaits. Call it under the lock."""
-        requests = (*self.inbox, *self.waiting, *self.running.values())
+        requests = (*self.inbox, *self.running.values())
         return [request for request in requests if not request.is_given_up]
 
     @property
@@ -407,10 +365,10 @@ class Engine:
 
     def _has_work(self):
         """Returns whether a model step can start now."""
-        if self.args.deterministic and not self.active.keys() <= self.pending:
+        if self.args.deterministic and not self.active <= self.pending:
             # Wait for the running loops: which requests share a step must not depend on timing.
             return False
-        return bool(self.inbox or self.waiting or self.running)
+        return bool(self.inbox or self.running)
 
     def step(self, timeout: float = 0.2):
         """Takes in new requests, runs one model step, and delivers the results that are ready.
@@ -418,81 +376,37 @@ class Engine:
         Waits up to `timeout` seconds for work."""
         self._require("awake")
         started = time.perf_counter()
+        added = []
         with self.lock:
             self.lock.wait_for(lambda: self.poked or self._has_work(), timeout)
             # After `poke` the caller checks first whether the batch is complete, then comes back.
             has_work = self._has_work() and not self.poked
             self.poked = False
             if has_work:
-                arrived = self.inbox
+                added = self.inbox
                 self.inbox = []
-                if self.args.deterministic:
-                    arrived.sort(key=lambda request: (request.trajectory, request.turn))
-                self.waiting += arrived
         self.statistics["idle_s"] += time.perf_counter() - started
-        if has_work:
-            self._advance(self._take_fitting(), runs_model=True)
-        else:
-            self._advance()  # there may be requests to abort, or trajectories that have ended
-
-    def _take_fitting(self) -> list[_Request]:
-        """Removes from the queue the requests that may start; first come, first served.
-
-        Later turns of running trajectories start at once. New trajectories start while the KV
-        cache has room, so that the cache of a trajectory is not evicted while its tools run."""
-        waiting = [request for request in self.waiting if not request.is_given_up]
-        self.waiting = []
-        if not waiting:
-            return []
-        fitting = []
-        # A share of the KV cache stays free, because requests still grow. Tokens that are cached,
-        # and in use by no request, count as free here.
-        room = free_tokens(self.core, KV_FULL)
-        # The cached tokens of trajectories whose tools run are to stay.
-        asking = {request.trajectory for request in (*waiting, *self.running.values())}
-        with self.lock:
-            room -= sum(n for name, n in self.active.items() if name not in asking)
-        later_turns_first = sorted(waiting, key=lambda request: request.turn == 0)
-        for request in later_turns_first:
-            room -= len(request.prompt_ids)
-            is_alone = not fitting and not self.running  # something has to run in any case
-            # A request that stays in the queue takes room, too, so that no later one overtakes it.
-            if request.turn > 0 or room > 0 or is_alone:
-                fitting.append(request)
-            else:
-                self.waiting.append(request)
-        return fitting
+        if self.args.deterministic:
+            added.sort(key=lambda request: (request.trajectory, request.turn))
+        self._advance(added, runs_model=has_work)
 
     def _advance(self, added: Sequence[_Request] = (), runs_model=False, aborts_all=False):
-        """Sends one command to the team and carries it out: aborts, additions, a model step.
+        """Sends one command to the team and carries it out, unless there is nothing to do.
 
-        added: the requests that start. runs_model: whether a model step follows, if there is
-        anything to compute. aborts_all: whether all requests are aborted; otherwise only those that
-        were given up. The futures of requests that ended get their results. Sends nothing if there
-        is nothing to do."""
+        added: requests that start. runs_model: whether a model step follows, if there is anything
+        to compute. aborts_all: whether all requests are aborted; otherwise only those that were
+        given up."""
+        added = [request for request in added if not request.is_given_up]
         aborted = [
             call_id
             for call_id, request in self.running.items()
             if aborts_all or request.is_given_up
         ]
-        with self.lock:
-            ended = self.ended_trajectories
-            self.ended_trajectories = []
         runs_model = runs_model and bool(added or self.running)
-        command = Command(aborted, list(added), ended, runs_model)
-        if not (aborted or command.added or ended or runs_model):
-            return
-        self._send(command)
-        results = self._carry_out(command)
-
-        def hand_out():  # on the background thread
-            for request, result in results:
-                if not request.future.done():
-                    request.future.set_result(result)
-
-        if results:  # wake the background thread once for the whole step
-            loop = results[0][0].future.get_loop()
-            loop.call_soon_threadsafe(hand_out)
+        if aborted or runs_model:
+            command = Command(aborted, added, runs_model)
+            self._send(command)
+            self._carry_out(command)
 
     def _send(self, command: "Command"):
         """Sends a command from the leader of a team to its followers, which `follow`."""
@@ -516,11 +430,8 @@ class Engine:
         self._advance()
         self._send(Command(is_last=True))
 
-    def _carry_out(self, command: "Command") -> list[tuple]:
-        """Carries out one command: aborts, additions, a model step.
-
-        Returns (request, result) for each request that has ended. The result is a TokenOutput
-        or the logprobs of a score, or a ValueError if vLLM refused the request."""
+    def _carry_out(self, command: "Command"):
+        """Aborts and adds requests, runs a model step, and hands out the results."""
         self.core.abort_request(command.aborted)
         for call_id in command.aborted:
             del self.running[call_id]
@@ -537,36 +448,32 @@ class Engine:
                 if output.finished:
                     request = self.running.pop(output.request_id)
                     results.append((request, self._result(request, output)))
-        for trajectory in command.ended:
-            self.last_vllm_requests.pop(trajectory, None)
-        return results
+
+        def hand_out():  # on the background thread
+            for request, result in results:
+                if not request.future.done():
+                    request.future.set_result(result)
+
+        if results and self.leader:  # wake the background thread once for the whole step
+            loop = results[0][0].future.get_loop()
+            loop.call_soon_threadsafe(hand_out)
 
     def _admit(self, request):
         """Hands a request to vLLM."""
-        params = sampling_params(request.params)
-        if request.is_score:
-            params.prompt_logprobs = 0  # 0: no alternatives to the prompt's own tokens
-            params.skip_reading_prefix_cache = True  # cached tokens would have no logprobs
         prompt = {"prompt_token_ids": request.prompt_ids}
         if request.images:
             prompt["multi_modal_data"] = {"image": request.images}
-        self.core.add_request(request.call_id, prompt, params)
+        self.core.add_request(request.call_id, prompt, sampling_params(request.params))
         self.running[request.call_id] = request
 
-    def _result(self, request, output) -> TokenOutput | list[float]:
-        """Returns what a finished request sampled, or its prompt's logprobs; counts its tokens."""
-        if request.is_score:  # not counted: nothing of it is used again
-            # Numbers, because of flat_logprobs. The first token has none.
-            return [*output.prompt_logprobs.logprobs]
+    def _result(self, request, output) -> TokenOutput:
+        """Returns what a finished request sampled, and counts its tokens."""
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         prompt_ids = list(output.prompt_token_ids)
-        n_cached = output.num_cached_tokens or 0
         self._stamp(request, len(token_ids))
-        self.statistics += Counter(prompt_tokens=len(prompt_ids), cached_tokens=n_cached)
-        with self.lock:
-            if request.trajectory in self.active:  # what was cached is counted already
-                self.active[request.trajectory] += len(prompt_ids) - n_cached + len(token_ids)
+        self.statistics["prompt_tokens"] += len(prompt_ids)
+        self.statistics["cached_tokens"] += output.num_cached_tokens or 0
         reason = completion.finish_reason
         if reason not in ("stop", "length"):
             reason = "abort"
@@ -580,8 +487,8 @@ class Engine:
         The pool has cancelled the agent loops that wait for them. It leaves their futures alone,
         because a second cancellation would interrupt the loops' cleanup."""
         with self.lock:
-            for queue in (self.inbox, self.waiting, self.active):
-                queue.clear()
+            self.inbox.clear()
+            self.active.clear()
         self._advance(aborts_all=True)
 
 
@@ -591,7 +498,6 @@ class Command:
 
     aborted: list[str] = field(default_factory=list)  # call_ids
     added: list[_Request] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)  # trajectories
     runs_model: bool = False  # whether a model step follows
     is_last: bool = False  # the rollout phase is over: followers return
 
@@ -796,12 +702,10 @@ class Session:
     random one.
 
     stop_token_ids: those of --sampling_args. They end a turn, but the agent loop does not see
-    them, because they are not the template's end-of-turn tokens.
-    scorer: the Engine that scores, where `engine` is a Demonstration."""
+    them, because they are not the template's end-of-turn tokens."""
 
     engine: Engine | Demonstration | None  # None once the loop is over
     name: str
-    scorer: Engine | None = None  # default: `engine`
     stop_token_ids: Sequence[int] = ()
     generate_s: float = 0.0  # seconds spent in calls
     callers: set = field(default_factory=set)  # the tasks that await a call now
@@ -810,34 +714,21 @@ class Session:
         """Samples one turn, as Engine.generate does.
 
         Raises RuntimeError once the agent loop is over, because the engine may sleep by then."""
-        if self.stop_token_ids:
-            stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
-            sampling_params = {**sampling_params, "stop_token_ids": stops}
-        return await self._call(self.engine, "generate", sampling_params=sampling_params, **call)
-
-    async def score(self, *, request_id: str, prompt_ids: list[int]) -> list[float]:
-        """Returns the logprob of each token but the first (see `AgentLoopBase.score`).
-
-        The temperature is 1. Raises RuntimeError once the agent loop is over and, without
-        --max_staleness, in a step of demonstrations alone, for which the engine is not woken."""
-        if self.scorer and self.scorer.state == "asleep" and not self.scorer.args.max_staleness:
-            raise RuntimeError("a step of demonstrations alone has no engine that could score")
-        return await self._call(self.scorer or self.engine, "score", prompt_ids=prompt_ids)
-
-    async def _call(self, engine, method, **arguments):
-        """Awaits a method of an engine, which may be the scorer, under the rollout's name.
-
-        Counts the time. Raises RuntimeError once the agent loop is over."""
         if self.engine is None:
             raise RuntimeError(
                 "the rollout is over, and a reward has no engine: let the agent "
                 "loop judge, while the engine is awake"
             )
+        if self.stop_token_ids:
+            stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
+            sampling_params = {**sampling_params, "stop_token_ids": stops}
         started = time.perf_counter()
         caller = asyncio.current_task()
         self.callers.add(caller)
         try:
-            return await getattr(engine, method)(request_id=self.name, **arguments)
+            return await self.engine.generate(
+                request_id=self.name, sampling_params=sampling_params, **call
+            )
         finally:
             self.callers.discard(caller)
             self.generate_s += time.perf_counter() - started
@@ -880,7 +771,6 @@ async def run_agent_loop(
         # It needs the loop, which was built with the session. So it takes the engine's place now.
         demonstration = Demonstration(turns, loop, set(engine.stop_token_ids))
         session.engine = demonstration
-        session.scorer = engine
 
     # Tool and chat agents end at trajectory_timeout by themselves, and keep their tokens. They may
     # take four more tool timeouts: for a call under way, calc_reward, release and finalize. Then

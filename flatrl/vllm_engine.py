@@ -398,33 +398,6 @@ def fused_parts(model):
     return fused
 
 
-def reuse_block_hashes(llm_engine) -> dict:
-    """Lets vLLM hash only those blocks of a trajectory's prompt that are new.
-
-    vLLM's prefix cache finds blocks by their hashes, and computes those of a whole prompt at each
-    turn: 3 ms of the main thread at 32,000 tokens. A prompt nearly always begins with the tokens
-    of the turn before, whose hashes are known.
-
-    Returns {trajectory: its last request}. Whoever calls this removes trajectories that ended."""
-    core = llm_engine.engine_core.engine_core
-    hash_blocks = core.request_block_hasher
-    last = {}
-
-    def hash_new_blocks(request):
-        # A new request: its id is that of its trajectory, then # and the number of the turn.
-        if not request.block_hashes and not request.mm_features:
-            trajectory = request.request_id.partition("#")[0]
-            before = last.get(trajectory)
-            if before and request.all_token_ids[: before.num_tokens] == before.all_token_ids[:]:
-                request.block_hashes.extend(before.block_hashes)
-            last[trajectory] = request
-        return hash_blocks(request)
-
-    if hash_blocks:  # there is a prefix cache
-        core.request_block_hasher = hash_new_blocks
-    return last
-
-
 def keep_loaded(llm_engine):
     """Makes the engine keep its memory when it sleeps (enable_sleep_mode false).
 
@@ -441,18 +414,6 @@ def unlink_shared_memory():
     dist.barrier()
     for file in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
         file.unlink(missing_ok=True)
-
-
-def free_tokens(llm_engine, share: float) -> float:
-    """Returns how many more tokens may enter the KV cache until this share of it is in use.
-
-    vLLM's scheduler alone knows its blocks, and the requests that an update has suspended. Their
-    tokens come back first, so they are subtracted."""
-    cache = llm_engine.vllm_config.cache_config
-    scheduler = llm_engine.engine_core.engine_core.scheduler
-    free_share = share - scheduler.kv_cache_manager.usage
-    free = free_share * cache.num_gpu_blocks * cache.block_size
-    return free - sum(request.num_tokens for request in scheduler.waiting)
 
 
 def never_sample(model, never):

@@ -39,7 +39,7 @@ from agent_loop import BadInput, agent_loop_class
 from examples import calculator, rollouts_to_rows
 from flatrl.files import to_json_lines
 from flatrl.metrics import batch_metrics
-from rollout import Demonstration, Pool, Rollouts, Session
+from rollout import Demonstration, Pool, Rollouts
 from train import Args
 
 CALL = {
@@ -317,15 +317,7 @@ def test_first_demonstrated_then_sampled_and_replayed(cache, tmp_path):
 
 
 def test_a_pool_with_staleness_never_waits_without_an_engine():
-    """A rollout of a later batch may ask for tokens, or for scores of a demonstration."""
+    """A rollout of a later batch may ask for tokens."""
     pool = SimpleNamespace(first=0, batch=2, demonstration=lambda prompt: ["shown"])
     for pool.staleness in (0, 1):
         assert Pool.needs_engine.fget(pool) == bool(pool.staleness)
-
-
-def test_a_step_of_demonstrations_alone_has_no_engine_that_could_score():
-    """The agent loop would wait for ever."""
-    engine = SimpleNamespace(state="asleep", args=SimpleNamespace(max_staleness=0))
-    session = Session(SimpleNamespace(), "r0", scorer=engine)
-    with pytest.raises(RuntimeError, match="no engine that could score"):
-        asyncio.run(session.score(request_id="r0", prompt_ids=[1, 2]))

@@ -13,7 +13,7 @@ import types
 
 import pytest
 import torch
-from conftest import HANGS, for_ever, generate, make_run, output_of, stepped, time_passes, wait_for
+from conftest import HANGS, for_ever, generate, make_run, output_of, time_passes, wait_for
 from transformers import AutoModelForCausalLM
 
 import data
@@ -66,29 +66,6 @@ def test_seed_is_a_function_of_run_seed_trajectory_and_turn(engine, background, 
     assert data.stable_hash(0, "a", 1) != data.stable_hash(1, "a", 1)  # a run's seed takes part
 
 
-def test_a_turns_block_hashes_are_those_of_its_prompt(engine, background, tiny_model):
-    """Those of the turn before are reused. A history that has changed is hashed anew."""
-    wake(engine, hf_model(tiny_model), 0)
-    size = engine.core.vllm_config.cache_config.block_size
-
-    def hashes_of(prompt):
-        (out,) = generate(engine, background, [prompt], max_tokens=10, ignore_eos=True)
-        hashes = engine.last_vllm_requests["r0"].block_hashes[: len(prompt) // size]
-        return prompt + out.token_ids, list(hashes)
-
-    history, first = hashes_of(list(range(3, 70)))
-    longer = history + list(range(50, 75))
-    found = {}
-    for name, prompt in (("same", longer), ("changed", [4, *longer[1:]])):
-        _, found[name] = hashes_of(prompt)
-        engine.last_vllm_requests.clear()
-        assert hashes_of(prompt)[1] == found[name]
-    assert len(found["same"]) > len(first) > 0 and found["same"][: len(first)] == first
-    assert not {*found["changed"]} & {*found["same"]}
-    engine.sleep()
-    assert not engine.last_vllm_requests
-
-
 def test_stop_reasons_stop_tokens_and_stop_strings(engine, background, tiny_model, tokenizer):
     wake(engine, hf_model(tiny_model), 0)
 
@@ -122,52 +99,6 @@ def test_a_bad_request_fails_alone(engine, background, tiny_model):
         (error,) = generate(engine, background, [prompt])
         assert isinstance(error, ValueError) and "prompt_ids" in str(error)
     assert not engine.pending and not engine.running
-
-
-def test_new_trajectories_wait_for_room_and_later_turns_go_first(
-    engine, background, tiny_model, monkeypatch
-):
-    engine.args.deterministic = True  # it waits for the second turns
-    wake(engine, hf_model(tiny_model), 0)
-    cache = engine.core.vllm_config.cache_config
-    blocks = cache.num_gpu_blocks
-    manager = engine.core.engine_core.engine_core.scheduler.kv_cache_manager
-
-    # As if the cache had 8 blocks: of six prompts three fit, with room to grow.
-    usage = property(lambda self: self.block_pool.get_usage() * blocks / 8)
-    monkeypatch.setattr(type(manager), "usage", usage)
-    monkeypatch.setattr(cache, "num_gpu_blocks", 8)
-    assert 4 * 60 < 8 * cache.block_size < 5 * 60
-
-    order = []
-    at_once = []
-    step = engine.core.step
-
-    def recorded():
-        order.extend(name for name in engine.running if name not in order)
-        at_once.append(len(engine.running))
-        return step()
-
-    monkeypatch.setattr(engine.core, "step", recorded)
-
-    async def trajectory(i: int) -> list:
-        engine.enter(f"r{i}")
-        prompt = [3 + i] * 60
-        for _ in range(2):
-            sampling = {"max_tokens": 20, "ignore_eos": True}
-            out = await engine.generate(
-                request_id=f"r{i}", prompt_ids=prompt, sampling_params=sampling
-            )
-            prompt = prompt + out.token_ids
-        engine.leave(f"r{i}")
-        return prompt
-
-    prompts = stepped(engine, background, *map(trajectory, range(6)))
-    assert [len(prompt) for prompt in prompts] == [100] * 6
-    assert max(at_once) <= 4  # one more where the engine would stand idle
-    first_turns = [name for name in order if name.endswith("#0")]
-    assert first_turns == [f"r{i}#0" for i in range(6)]  # first come, first served
-    assert order.index("r0#1") < order.index("r5#0")
 
 
 @pytest.mark.parametrize("window, given, expected", [
