@@ -13,16 +13,15 @@ hundred times, so drop the duplicates first.
         --train_files dapo-math-17k.parquet --val_files aime-2024.parquet \
         --max_prompt_tokens 1024 --max_response_tokens 4096
 
-`code_interpreter` runs each program in a process of its own, so it keeps nothing from one call to
-the next. examples/sandbox.py describes what a program may do. The log counts programs that ended in
-an error (`tool/failed`), that ran out of time (`tool/timeouts`), and that were not isolated because
-the host does not allow it (`tool/unisolated`)."""
+`code_interpreter` runs each program in a process of its own (examples/sandbox.py), so it keeps
+nothing from one call to the next. The log counts programs that ended in an error (`tool/failed`) and
+that ran out of time (`tool/timeouts`)."""
 
 import re
 
-from agent_loop import BadInput, ToolResponse
+from agent_loop import ToolResponse
 from examples.calculator import build_model, load  # noqa: F401  (train.py calls them)
-from examples.sandbox import NotIsolated, require_isolation, run_python
+from examples.sandbox import require_isolation, run_python
 
 SYSTEM_PROMPT = (
     "Solve the problem. You may run Python and print results. End with <answer>N</answer>."
@@ -51,17 +50,13 @@ async def code_interpreter(code: str) -> ToolResponse:
     counts = {
         "failed": bool(result.returncode) and not result.timed_out,
         "timeouts": result.timed_out,
-        "unisolated": not result.isolated,
     }
     return ToolResponse(text=text.strip() or "(nothing printed)", metrics=counts)
 
 
 TOOLS = [code_interpreter]
 
-try:
-    require_isolation()
-except NotIsolated as error:
-    raise BadInput(f"retool.py: {error}") from None
+require_isolation()
 
 
 def find_answer(text: str) -> str | None:

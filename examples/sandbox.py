@@ -1,237 +1,169 @@
-"""A subprocess for model-written Python, with limits; examples/retool.py makes a tool of it.
+"""A subprocess with limits for model-written Python; examples/retool.py makes a tool of it.
 
     result = await run_python("print(2 ** 10)")     # Result(stdout="1024\\n", stderr="", ...)
 
-    event loop -- supervisor -- init -- the program, and its children
+Programs run inside bubblewrap (Linux only). They see Python and the system's libraries, read-only,
+and a folder in memory that disappears with them. They have no network and see no other processes;
+their children end with the call. A trainer that runs as root gives each another user id.
 
-The supervisor (sandbox_supervisor.py) is a small Python process that sets everything up. It kills
-every process of the run when the program ends, takes too much memory, or the supervisor's stdin
-closes (deadline, cancellation, death of this process).
+SANDBOX_UNISOLATED=1 in the environment runs programs without bubblewrap. They may then do whatever
+your user can: read and write files, use the network, leave processes behind by starting a session.
+The limit on processes then counts those of the user, and does not exist for root.
 
-Isolation needs root or user namespaces, and Linux 5.12. An isolated program sees only Python and
-the system's libraries, read-only, and a folder of its own, in memory, which disappears with it. It
-has no network, sees no other processes and, if we are root, runs under a user id of its own. Where
-the host does not allow this, `run_python` raises NotIsolated, unless the environment has
-SANDBOX_UNISOLATED=1. Then the program may read, write and signal anything that its user can (if no
-other user can read Python, as root), may use the network, and leaves the files that it writes
-outside its folder. An ordinary user's trainer then at least hides its memory and environment, and a
-filter of system calls forbids tracing other processes.
-
-Memory is limited twice: the address space of each process, and the real memory of all of them
-together, which is checked ten times a second. Each socket counts there with its whole buffer, if
-the program has a network namespace of its own. Memory outside of processes (memfd, System V) is
-forbidden, that of the folder is bounded. Only sockets of the families unix, inet and inet6 are
-allowed; others, such as the one that talks to the hypervisor, are refused. The kernel is shared, so
-put hostile code into a VM. Linux only."""
+What isolation does not stop: the kernel is shared, and no system calls are filtered. Memory is
+limited for each process, not for all of them together, and shared memory (memfd, System V) comes on
+top. Run hostile code in a VM."""
 
 import asyncio
-import concurrent.futures
 import contextlib
-import ctypes
-import json
 import math
 import os
+import random
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent_loop import DEADLINE
+from agent_loop import DEADLINE, BadInput
 
-GRACE = 5.0  # seconds for the supervisor to kill and tidy up
 # Programs at a time. With more, they would miss their deadlines by waiting for each other.
 SLOTS = asyncio.Semaphore(4 * (os.cpu_count() or 1))
-SUPERVISOR = Path(__file__).with_name("sandbox_supervisor.py").read_text(encoding="utf-8")
-PR_SET_DUMPABLE = 4
+MAX_OUTPUT = 10_000  # bytes kept of stdout, and of stderr
+MAX_PROCESSES = 32  # of a program, threads too
+FILE_MB = 16  # for the largest file; an isolated program's folder holds four times as much
+HOME = "/sandbox"  # that folder
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
+# Each thread takes 30 MB of addresses, and its own arena 64 MB.
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+}
 
 
 @dataclass
 class Result:
-    """How a program ended, and whether it was isolated.
+    """How a program ended."""
 
-    The supervisor reports the fields that have a default. The defaults stand if it was itself
-    killed: the program then ended by SIGKILL, and isolation is not claimed."""
-
-    stdout: str  # with /sandbox for the folder; the middle is cut out above max_output bytes
+    stdout: str  # without its middle if it is too long
     stderr: str  # the same
     timed_out: bool
-    returncode: int = -signal.SIGKILL  # -N: ended by signal N
-    isolated: bool = False
+    returncode: int  # 128 + N if signal N ended it
 
 
-class NotIsolated(OSError):
-    """The host does not allow isolation, and running without it was not requested."""
+def bubblewrap(program: str) -> list[str]:
+    """Returns the beginning of the command that runs a program, the file main.py, isolated."""
+    command = ["bwrap", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"]
+    for path in (*SYSTEM, sys.prefix, sys.base_prefix):
+        for parent in reversed(Path(path).parents[:-1]):
+            command += ["--dir", str(parent)]  # bubblewrap alone would close them to other users
+        command += ["--ro-bind-try", path, path]
+    command += ["--perms", "0777", "--size", str(4 * FILE_MB << 20), "--tmpfs", HOME]
+    command += ["--ro-bind", program, f"{HOME}/main.py", "--symlink", HOME, "/tmp"]
+    command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME]
+    if os.geteuid() != 0:
+        return [*command, "--unshare-all"]
+    # The kernel counts processes by user, and does not limit root's.
+    user = str(random.SystemRandom().randrange(1 << 30, 1 << 31))
+    for namespace in ("ipc", "pid", "net", "uts"):
+        command.append(f"--unshare-{namespace}")
+    command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    return [*command, "setpriv", "--reuid", user, "--regid", user, "--clear-groups"]
 
 
-class Output(asyncio.SubprocessProtocol):
-    """Keeps the first and the last max_output / 2 bytes of stdout and of stderr.
+def is_isolated() -> bool:
+    return os.environ.get("SANDBOX_UNISOLATED") != "1"
 
-    `ended` is set when the supervisor has ended and no process holds its stdout and stderr."""
 
-    def __init__(self, max_output: int):
-        self.half = max(1, max_output // 2)
-        self.kept = {1: bytearray(), 2: bytearray()}
-        self.cut = set()
-        self.ended = asyncio.Event()
+def require_isolation():
+    """Raises BadInput if programs should be isolated and can't be.
 
-    def connection_made(self, transport):
-        self.transport = transport
-
-    def pipe_data_received(self, fd, data):
-        """Adds data from stdout (fd 1) or stderr (fd 2), and cuts out the middle."""
-        output = self.kept[fd]
-        output += data
-        if len(output) > 2 * self.half:
-            self.cut.add(fd)
-            del output[self.half : -self.half]
-            # A flood is slowed down: it must cost neither memory nor our time.
-            pipe = self.transport.get_pipe_transport(fd)
-            pipe.pause_reading()
-            asyncio.get_running_loop().call_later(0.01, pipe.resume_reading)
-
-    def connection_lost(self, exc):
-        self.ended.set()
-
-    def text(self, fd: int, folder: str) -> str:
-        """Returns the kept bytes as text, with /sandbox for the folder's name.
-
-        That name is random, and must not change a trajectory."""
-        output = self.kept[fd]
-        if fd in self.cut:
-            output = output[: self.half] + b"\n...\n" + output[self.half :]
-        return output.decode("utf-8", "replace").replace(folder, "/sandbox")
+    A task file calls it on import, so that a run ends before it begins."""
+    if not is_isolated():
+        return
+    problem = "bubblewrap is missing (apt-get install bubblewrap)"
+    if shutil.which("bwrap"):
+        command = [*bubblewrap(os.devnull), "true"]
+        problem = subprocess.run(command, capture_output=True, text=True).stderr.strip()
+    if problem:
+        advice = "SANDBOX_UNISOLATED=1 in the environment runs them with your user's rights"
+        raise BadInput(f"programs can't be isolated: {problem}; {advice}")
 
 
 @contextlib.asynccontextmanager
-async def slot_of(slots: asyncio.Semaphore):
-    """Waits for a slot, and holds it; a tool's or reward's deadline does not run while it waits."""
+async def slot():
+    """Waits for one of the SLOTS and holds it. A tool's deadline is paused while it waits."""
     loop = asyncio.get_running_loop()
     deadline = DEADLINE.get(None)
     seconds_left = None
     if deadline and deadline.when():
         seconds_left = deadline.when() - loop.time()
         deadline.reschedule(None)
-    async with slots:
+    async with SLOTS:
         if seconds_left is not None:
             deadline.reschedule(loop.time() + seconds_left)
         yield
 
 
-async def run_python(
-    code: str,
-    timeout: float = 5.0,
-    memory_mb: int = 256,
-    max_output: int = 10_000,
-    file_mb: int = 16,
-    max_processes: int = 32,
-    cpu_s: int | None = None,
-) -> Result:
+async def run_python(code: str, timeout: float = 5.0, memory_mb: int = 256) -> Result:
     """Runs a Python program in a fresh folder that is its home; returns how it ended.
 
-    It has no stdin, nothing of our environment and, if it is isolated, no network. Programs first
-    wait for one of the SLOTS; a tool's deadline is paused meanwhile.
-
-        timeout         wall-clock seconds from the start, including Python's own 0.1 s; then, or
-                        when the program ends, all its processes are killed
-        memory_mb       for each process's addresses, and for the real memory of all of them
-        max_output      bytes kept of stdout, and of stderr
-        file_mb         for the largest file; the folder holds four times as much
-        max_processes   counts threads too
-        cpu_s           CPU seconds of a process; default: timeout, rounded up
-
-    Raises NotIsolated (see the top of this file), and OSError if no process can be started."""
-    insist = not os.environ.get("SANDBOX_UNISOLATED")
-    python = {*map(os.path.abspath, (sys.prefix, sys.base_prefix, sys.exec_prefix))}
-    job = {
-        "code": code,
-        "memory_mb": memory_mb,
-        "file_mb": file_mb,
-        "insist": insist,
-        "cpu_s": cpu_s or math.ceil(timeout),
-        "max_processes": max_processes,
-        "python": sorted(python),
-    }
-    if os.geteuid() != 0 and not insist:
-        # Our files in /proc then belong to root, and no process may trace us.
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    async with slot_of(SLOTS):
-        # The supervisor deletes the folder too, in case this process has died.
+    It has no stdin and nothing of our environment. After `timeout` seconds, its start included, it
+    is killed. memory_mb limits the addresses of each process, and stdout and stderr are files, with
+    at most FILE_MB. Raises OSError if no process can be started."""
+    limits = [f"--as={memory_mb << 20}", f"--cpu={math.ceil(timeout)}"]
+    limits += [f"--nproc={MAX_PROCESSES}", f"--fsize={FILE_MB << 20}"]
+    command = ["prlimit", *limits, sys.executable, "-I", "main.py"]
+    async with slot():
         with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder:
-            return await _run(job, os.path.realpath(folder), timeout, max_output)
+            program = Path(folder, "main.py")
+            program.write_text(code, encoding="utf-8")
+            program.chmod(0o644)
+            if is_isolated():
+                return await _run([*bubblewrap(str(program)), *command], folder, HOME, timeout)
+            command = ["setpriv", "--pdeathsig", "KILL", *command]
+            return await _run(command, folder, folder, timeout)
 
 
-async def _run(job: dict, folder: str, timeout: float, max_output: int) -> Result:
-    """Starts the supervisor of a job in a folder, waits for its end, and returns the result."""
-    env = {
-        "HOME": folder,
-        "TMPDIR": folder,
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-        "CUDA_VISIBLE_DEVICES": "",
-        # Each thread takes 30 MB of addresses, and its own arena 64 MB.
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "1",
-    }
-    command = [sys.executable, "-I", "-S", "-c", SUPERVISOR]
-    report_end, supervisors_end = os.pipe()
-    with open(report_end, "rb", buffering=0) as report_file:
-        try:
-            transport, output = await asyncio.get_running_loop().subprocess_exec(
-                lambda: Output(max_output),
-                *command,
-                env=env,
-                cwd=folder,
-                pass_fds=[supervisors_end],
-                start_new_session=True,
-            )
-        finally:
-            os.close(supervisors_end)
-        stdin = transport.get_pipe_transport(0)
-        job = job | {"folder": folder, "report": supervisors_end}
-        stdin.write(json.dumps(job).encode() + b"\n")  # now it starts
-        late = False
+async def _run(command: list[str], folder: str, home: str, timeout: float) -> Result:
+    """Runs a command until it ends or its time is over, and kills its process group."""
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=folder,
+            env=ENVIRONMENT | {"HOME": home, "TMPDIR": home},
+            start_new_session=True,
+        )
+        timed_out = False
         try:
             async with asyncio.timeout(timeout):
-                await output.ended.wait()
+                await process.wait()
         except TimeoutError:
-            late = True
+            timed_out = True
         finally:  # even if we are cancelled
-            if not stdin.is_closing():
-                stdin.abort()  # tells the supervisor to end
-            try:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(output.ended.wait(), GRACE)
-            finally:
-                # Kills the supervisor, if it still runs, and with it init and the program.
-                transport.close()
-        report = _read_report(report_file)
-    late = late and "returncode" not in report
-    return Result(output.text(1, folder), output.text(2, folder), late, **report)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = await process.wait()
+        # The folder's name is random, and must not change a trajectory.
+        texts = [_text(file).replace(folder, HOME) for file in (stdout, stderr)]
+    return Result(*texts, timed_out, code if code >= 0 else 128 - code)
 
 
-def _read_report(file) -> dict:
-    """Returns the supervisor's report, which is empty if it was itself killed.
-
-    Raises NotIsolated if it has refused to run the program."""
-    os.set_blocking(file.fileno(), False)  # the other end may still be open
-    report = {}
-    for line in (file.read(1000) or b"").splitlines():
-        report |= json.loads(line)
-    if "refused" in report:
-        raise NotIsolated(
-            f"this host does not let programs be isolated ({report['refused']}): they could read, "
-            "write and signal anything that your user can. SANDBOX_UNISOLATED=1 in the environment "
-            "runs them all the same"
-        )
-    return report
-
-
-def require_isolation():
-    """Raises NotIsolated if this host does not isolate programs.
-
-    A task file calls it on import, so that a run ends before it begins."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # an event loop may be running here
-        pool.submit(asyncio.run, run_python("", timeout=60)).result()
+def _text(file) -> str:
+    """Returns the text of an open file, without its middle if it is longer than MAX_OUTPUT."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if size <= MAX_OUTPUT:
+        return file.read().decode("utf-8", "replace")
+    start = file.read(MAX_OUTPUT // 2)
+    file.seek(size - MAX_OUTPUT // 2)
+    return (start + b"\n...\n" + file.read()).decode("utf-8", "replace")

@@ -4,7 +4,7 @@ Nothing here imports torch until a test needs it: pytest-xdist's own process imp
 
 import os
 
-# Where the host forbids examples/sandbox.py to isolate programs, they run unisolated here.
+# examples/sandbox.py works without bubblewrap, too; its own tests isolate where they can.
 os.environ["SANDBOX_UNISOLATED"] = "1"
 # Before torch: runs with several ranks share the cores with this process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
