@@ -13,9 +13,9 @@ hundred times, so drop the duplicates first.
         --train_files dapo-math-17k.parquet --val_files aime-2024.parquet \
         --max_prompt_tokens 1024 --max_response_tokens 4096
 
-`code_interpreter` runs each program in a process of its own (examples/sandbox.py), so it keeps
-nothing from one call to the next. The log counts programs that ended in an error (`tool/failed`) and
-that ran out of time (`tool/timeouts`)."""
+`code_interpreter` runs each program in a process of its own (examples/sandbox.py) and keeps nothing
+from one call to the next. The log counts programs that ended in an error (`tool/failed`) or ran out
+of time (`tool/timeouts`)."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""examples/tree.py, nim.py, proposer.py ...: units and states.
+"""examples/tree.py, nim.py ...: units and states.
 
 Each is played by a scripted engine."""
 
@@ -15,8 +15,8 @@ from agent_loop import agent_loop_class
 from rollout import set_rewards
 from train import Args
 
-NAMES = ("tree", "nim", "bisection", "proposer", "maze")
-tree, nim, bisection, proposer, maze = (
+NAMES = ("tree", "nim", "bisection", "maze")
+tree, nim, bisection, maze = (
     data.load_task(str(REPO / "examples" / f"{name}.py")) for name in NAMES
 )
 
@@ -134,28 +134,6 @@ def test_a_guess_is_as_good_as_what_it_adds_to_the_value():
     ]
     advantages = bisection.by_state(rewards, mask, states)
     torch.testing.assert_close(advantages, torch.tensor(expected))
-
-
-# ---------------------------------------------------------------- proposer.py
-
-
-@pytest.mark.parametrize("n_right, reward", [(0, 0.0), (3, 1.0), (6, 0.0)])
-def test_a_proposer_is_paid_for_what_half_of_the_attempts_solve(tokenizer, n_right, reward):
-    row = proposer.load("train")[7]
-    said = ["8"] + n_right * ["15"] + (6 - n_right) * ["14"]
-    first, *attempts = play(proposer, tokenizer, row, *said, sample=3)
-    assert (first.unit, first.group, first.reward) == ("proposer", "", reward)
-    assert [attempt.reward for attempt in attempts] == n_right * [1.0] + (6 - n_right) * [0.0]
-    assert {attempt.group for attempt in attempts} == {"3/solver"}
-    assert len({attempt.unit for attempt in attempts}) == 6
-    assert "7+8=" in tokenizer.decode(attempts[0].prompt_ids)
-
-
-def test_what_is_no_problem_is_not_attempted_and_an_evaluation_has_one_attempt(tokenizer):
-    (first,) = play(proposer, tokenizer, proposer.load("train")[7], "88")
-    assert first.reward == 0.0
-    (attempt,) = play(proposer, tokenizer, proposer.load("val")[78], "15", validate=True)  # 7+8=
-    assert (attempt.unit, attempt.reward) == ("", 1.0)
 
 
 # ---------------------------------------------------------------- maze.py

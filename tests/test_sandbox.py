@@ -83,9 +83,7 @@ def test_what_a_program_gets_and_its_limits(isolated, code, expected):
     assert result == expected
 
 
-def test_an_isolated_program_sees_neither_files_nor_network_and_writes_nothing(
-    monkeypatch, folder
-):
+def test_an_isolated_program_sees_neither_files_nor_network_and_writes_nothing(monkeypatch, folder):
     isolate(monkeypatch)
     secret = folder / "secret"
     secret.write_text("hunter2")
