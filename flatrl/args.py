@@ -15,8 +15,7 @@ from agent_loop import LoopArgs, agent_loop_class
 from flatrl.bad_input import need, refusing
 from flatrl.devices import ENOUGH_TOKENS, device_defaults
 from flatrl.files import absolute
-from flatrl.flags import (
-    ANY, DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags)
+from flatrl.flags import check_value, flag, parse_flags
 from flatrl.log import steps_to_replay
 from flatrl.processes import on_main
 from flatrl.trackers import check_account
@@ -54,7 +53,9 @@ PRESETS: dict[str, dict] = {
 }
 PRESETS["opsd"] = PRESETS["opd"] | {"hints": True}
 
-CRITIC = "adv_estimator=gae|gae_bootstrap"  # the estimators that have one
+# Registered so far; a task file may register its own.
+OUR_ESTIMATORS = [*losses.ESTIMATORS]
+OUR_OBJECTIVES = [*losses.OBJECTIVES]
 
 # Headings in --help, each by the first flag below it.
 HEADINGS = {
@@ -85,9 +86,9 @@ LOOP_SETTINGS = [entry.name for entry in fields(LoopArgs) if entry.name not in L
 JSON_FLAGS = ["chat_template_args", "sampling_args", "eval_sampling_args", "engine_args"]
 
 
-def preset(help: str, allowed=(), only: str = ""):
+def preset(help: str, choices=(), **bounds):
     """Returns the field of a flag whose default comes from PRESETS[--algo]."""
-    return flag(None, f"[preset] {help}", allowed, only)
+    return flag(None, f"[preset] {help}", choices, **bounds)
 
 
 @dataclass
@@ -108,55 +109,47 @@ class Args(LoopArgs):
     prompt_key: str = flag("prompt", "the rows' column that holds a chat or a question")
     image_key: str = flag("images", "the rows' column that holds the prompt's image or images")
     replay: str | None = flag(
-        None, "output_dir of another run: train on its rollouts, without an engine",
-        only="!hints")
-    rollout_only: bool = flag(
-        False, "write rollouts of the model as it is, without training", only="!replay")
+        None, "output_dir of another run: train on its rollouts, without an engine")
+    rollout_only: bool = flag(False, "write rollouts of the model as it is, without training")
     output_dir: str | None = flag(None, "default: runs/<name of the task file>")
     seed: int = flag(0, "all randomness comes from the seed and the step")
     dtype: str = flag(
         "auto", "of the engine and of matrix products; auto is bfloat16 on CUDA, else float32",
         ("auto", "float32", "bfloat16"))
     allow_mismatch: bool = flag(
-        False, "train although engine and trainer disagree about the sampled tokens' logprobs",
-        only="!replay")
+        False, "train although engine and trainer disagree about the sampled tokens' logprobs")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
 
     # Algorithm
     algo: str = flag("grpo", "preset for the flags marked [preset]", tuple(PRESETS))
     num_steps: int = flag(40, "training steps; each samples a batch and learns from it")
-    prompts_per_step: int = flag(32, "prompts in a batch, over all ranks", POSITIVE)
-    group_size: int = flag(8, "rollouts per prompt", POSITIVE)
+    prompts_per_step: int = flag(32, "prompts in a batch, over all ranks", low=1)
+    group_size: int = flag(8, "rollouts per prompt", low=1)
     prompts_per_mini_batch: int | None = flag(
-        None, "prompts per optimiser step; default: all of them, which is on-policy", POSITIVE)
-    epochs: int = flag(1, "passes over each batch", POSITIVE)
+        None, "prompts per optimiser step; default: all of them, which is on-policy", low=1)
+    epochs: int = flag(1, "passes over each batch", low=1)
 
     # Advantages
-    adv_estimator: str = preset("advantage estimator", [*losses.ESTIMATORS])
+    adv_estimator: str = preset("advantage estimator", OUR_ESTIMATORS)
     whiten_advantages: bool = preset("scale to mean 0 and variance 1 over the batch's tokens")
-    gamma: float = preset(
-        "discount per token", DISCOUNT, "adv_estimator=gae|gae_bootstrap|reinforce_pp")
-    turn_discount: float = preset(
-        "discount per turn, on top of gamma", DISCOUNT,
-        "adv_estimator=gae|gae_bootstrap|reinforce_pp|gigpo")
-    lam: float = flag(1.0, "lambda of gae", DISCOUNT, CRITIC)
+    gamma: float = preset("discount per token", high=1)
+    turn_discount: float = preset("discount per turn, on top of gamma", high=1)
+    lam: float = flag(1.0, "lambda of gae", high=1)
 
     # Objective
-    policy_loss: str = preset("policy-gradient objective", [*losses.OBJECTIVES])
+    policy_loss: str = preset("policy-gradient objective", OUR_OBJECTIVES)
     clip_low: float = preset(
         "lower clip of the ratio: 1 - clip_low; gmpo: of its logarithm; sapo: the temperature "
-        "where A <= 0", only="policy_loss!=reinforce")
+        "where A <= 0")
     clip_high: float = preset(
         "upper clip of the ratio: 1 + clip_high; gmpo: of its logarithm; sapo: the temperature "
-        "where A > 0", only="policy_loss!=reinforce")
+        "where A > 0")
     clip_c: float = flag(
         None, "dual clip: the largest ratio where A < 0; 0: off; default: 0, with "
-        "--rollout_correction bypass: 3",
-        Range("be 0, or exceed 1", lambda x: x == 0 or x > 1), "policy_loss=ppo|gspo")
+        "--rollout_correction bypass: 3")
     loss_agg: str = preset("how per-token losses become one number", losses.AGGREGATIONS)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    mask_truncated: bool = flag(
-        False, "no loss on rollouts that a length or turn limit cut off")
+    mask_truncated: bool = flag(False, "no loss on rollouts that a length or turn limit cut off")
     imitation_steps: int | None = flag(
         None, "first steps, in which rows' demonstrations are played; default: all steps")
     rollout_correction: str = flag(
@@ -169,35 +162,28 @@ class Args(LoopArgs):
     # Reward and KL
     kl_coef: float = preset("weight of the KL to the reference; 0: off")
     ref_model: str | None = flag(
-        None, "the reference or teacher, of the same tokenizer; default: the starting model",
-        only="!hints")
-    hints: bool = preset(
-        "the reference is the policy itself, shown a row's `hint`", only="kl_coef")
-    reward_coef: float = preset(
-        "weight of the task's reward next to the KL in the reward", only="kl_in=reward")
+        None, "the reference or teacher, of the same tokenizer; default: the starting model")
+    hints: bool = preset("the reference is the policy itself, shown a row's `hint`")
+    reward_coef: float = preset("weight of the task's reward next to the KL in the reward")
     kl_in: str = preset(
-        "the KL is a term of the objective, or part of each token's reward", ("loss", "reward"),
-        "kl_coef")
+        "the KL is a term of the objective, or part of each token's reward", ("loss", "reward"))
     kl_kind: str = preset(
         "estimate of the KL; k1 has no gradient and is for the reward; topK, as in top16: the "
         "forward KL on the K ids that the reference finds likeliest",
-        [*losses.KL_ESTIMATES, "topK"], "kl_coef")
+        [*losses.KL_ESTIMATES, "topK"])
     kl_target: float = flag(
-        0.0, "adapt kl_coef to hold this KL per token (0.1 is usual); 0: off",
-        only="kl_in=reward kl_coef")
+        0.0, "adapt kl_coef to hold this KL per token (0.1 is usual); 0: off")
     overlong_buffer: float = preset(
         "last share of max_response_tokens, over which the reward falls linearly by up to 1 "
-        "(DAPO: 0.2); 0: off", DISCOUNT)
+        "(DAPO: 0.2); 0: off", high=1)
     max_gen_batches: int = preset(
         "dynamic sampling: groups with equal outcomes (if all are 0, with equal turn rewards) are "
         "replaced by fresh prompts, until this many times prompts_per_step are drawn; 1: off",
-        POSITIVE)
+        low=1)
 
     # Critic
-    critic_warmup: int = flag(
-        0, "first steps, in which only the critic learns", only=CRITIC)
-    critic_lr: float | None = flag(
-        None, "default: 1e-5, for a task's own tiny model 1e-3", only=CRITIC)
+    critic_warmup: int = flag(0, "first steps, in which only the critic learns")
+    critic_lr: float | None = flag(None, "default: 1e-5, for a task's own tiny model 1e-3")
 
     # Optimiser and memory
     lr: float | None = flag(
@@ -206,69 +192,63 @@ class Args(LoopArgs):
         "constant", "constant, or a decay from lr to 0 at num_steps",
         ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", POSITIVE)
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", low=1e-8)
     lora_rank: int = flag(0, "train LoRA adapters of this rank; 0: all weights")
     tokens_per_micro_batch: int = flag(
         None, "tokens in one pass of a rank, at least the longest rollout; default: 16384, on CUDA "
-        "up to 32768", POSITIVE)
+        "up to 32768", low=1)
     gradient_checkpointing: bool = flag(
         None, "recompute activations: a third slower, much less memory; default: on CUDA, if a "
         "micro-batch takes too much without")
     shard: Literal[False, True, "hybrid"] = flag(
         False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: "
         "over those of a host; always on in bfloat16 on CUDA, even on one GPU, and by accelerate's "
-        "FSDP config",
-        nargs="?", const=True)
+        "FSDP config")
     offload: str = flag(
         "none", "to host memory while the engine is awake: the optimisers' states; all: critic "
         "and reference, too", ("none", "optimizer", "all"))
 
     # Sampling
     temperature: float = flag(
-        1.0, "of sampling in training; the trainer's logprobs use it, too",
-        Range("be greater than 0, vLLM's least is 0.01", lambda x: x >= 0.01))
-    max_prompt_tokens: int = flag(512, "longer prompts are dropped and counted", POSITIVE)
+        1.0, "of sampling in training; the trainer's logprobs use it, too", low=0.01)
+    max_prompt_tokens: int = flag(512, "longer prompts are dropped and counted", low=1)
     sampling_args: str = flag(
-        "{}", 'more sampling parameters of vLLM, as JSON: {"stop": ["</answer>"]}',
-        only="!replay")
+        "{}", 'more sampling parameters of vLLM, as JSON: {"stop": ["</answer>"]}')
 
     # Asynchronous rollout (AReaL)
     max_staleness: int = flag(
         0, "sampling ends when a batch is full, and other rollouts continue after the update, at "
-        "most this many versions behind", only="!rollout_only")
+        "most this many versions behind")
     oversample: float = flag(
         1.0, "prompts under way, as a multiple of prompts_per_step; without staleness it would "
-        "favour short answers", Range("be at least 1", lambda x: x >= 1), "max_staleness")
+        "favour short answers", low=1)
 
     # Engine
-    tp: int = flag(
-        1, "consecutive ranks that share one engine (tensor parallelism)", POSITIVE, "!replay")
+    tp: int = flag(1, "consecutive ranks that share one engine (tensor parallelism)", low=1)
     gpu_memory_utilization: float = flag(
-        0.5, "the engine's share of the GPU while it is awake", SHARE)
-    engine_args: str = flag(
-        "{}", 'more arguments of vllm.LLM, as JSON: {"max_num_seqs": 512}', only="!replay")
-    deterministic: bool = flag(
-        False, "the same digits in every run on a CPU; slower with tools", only="!max_staleness")
+        0.5, "the engine's share of the GPU while it is awake", high=1)
+    engine_args: str = flag("{}", 'more arguments of vllm.LLM, as JSON: {"max_num_seqs": 512}')
+    deterministic: bool = flag(False, "the same digits in every run on a CPU; slower with tools")
 
     # Evaluation, checkpoints, log
     eval_every: int = flag(
         10, "steps between evaluations; 0: only before training and after; -1: none, and "
-        "validation rows are not loaded", Range("be at least -1", lambda x: x >= -1))
+        "validation rows are not loaded", low=-1)
     stop_at_reward: float | None = flag(
-        None, "training ends at the first evaluation whose mean reward is at least this", ANY,
-        "eval_every !rollout_only !replay")
+        None, "training ends at the first evaluation whose mean reward is at least this",
+        low=-math.inf)
     eval_samples: int = flag(
-        1, "rollouts of a validation row: eval/pass@1 to pass@N", POSITIVE)
+        1, "rollouts of a validation row: eval/pass@1 to pass@N", low=1)
     eval_sampling_args: str = flag(
         "{}", "like --sampling_args, in evaluation; the temperature is 0 (greedy) by default, "
         "and --temperature with several --eval_samples")
     save_every: int = flag(20, "steps between checkpoints; 0: only at the end")
     dump_rollouts: float = flag(
-        1.0, "share of the prompts whose rollouts are written, whole groups", DISCOUNT)
-    keep_checkpoints: int = flag(2, "older ones are deleted", POSITIVE)
+        1.0, "share of the prompts whose rollouts are written, whole groups", high=1)
+    keep_checkpoints: int = flag(2, "older ones are deleted", low=1)
     resume: Literal[False, True, "changed"] = flag(
         False, "continue from the latest whole checkpoint in output_dir; changed: although flags "
-        "differ from those of the run", nargs="?", const=True)
+        "differ from those of the run")
     wandb_project: str | None = flag(
         None, "log to Weights & Biases (WANDB_MODE=offline works)")
 
@@ -453,19 +433,52 @@ def _json_object(name: str, text: str) -> dict:
 
 
 def check_args(args: Args):
-    """Raises BadInput where a flag breaks its rules, or where flags contradict each other."""
-    defaults = args.preset_values()
-    defaults |= {"rollout_correction": args.rollout_correction, "clip_c": args.usual_clip_c}
-    check_each_flag(args, defaults)
+    """Raises BadInput where a flag has no valid value, or where flags contradict each other."""
+    for entry in fields(args):
+        rules = {name: rule for name, rule in entry.metadata.items() if name != "help"}
+        check_value(entry.name, getattr(args, entry.name), **rules)
     for name in args.MUST_BE_POSITIVE:
-        if getattr(args, name) is not None:
-            check_value(name, getattr(args, name), POSITIVE)
+        value = getattr(args, name)
+        need(value is None or value > 0, f"--{name} {value} must be greater than 0")
     sides = ("left", "middle", "right")
     check_value("tool_response_truncate_side", args.tool_response_truncate_side, sides)
     check_value("prompt_truncate_side", args.prompt_truncate_side, (*sides, "none"))
     for name in JSON_FLAGS:
         check_arguments(name, _json_object(name, getattr(args, name)), vars(args))
     check_flags_together(args)
+    check_effects(args)
+
+
+def check_flags_together(args: Args):
+    """Raises BadInput where flags contradict each other in a way that would spoil the result."""
+    prompts = args.prompts_per_step
+    mini_batch = args.prompts_per_mini_batch or prompts
+    need(prompts % mini_batch == 0,
+         f"--prompts_per_step {prompts} must be a multiple of "
+         f"--prompts_per_mini_batch {mini_batch}")
+    need(args.group_size > 1 or args.max_gen_batches == 1,
+         "--max_gen_batches above 1 replaces groups whose members score alike: "
+         "--group_size must be at least 2")
+    need(args.clip_c == 0 or args.clip_c > 1, f"--clip_c {args.clip_c} must be 0 or exceed 1")
+    need(args.kl_kind in losses.KL_ESTIMATES or args.kl_top > 0,
+         f"--kl_kind {args.kl_kind}: choose from {', '.join(losses.KL_ESTIMATES)}, or topK with a "
+         "number, as in top16")
+    need(not args.kl_top or args.kl_in == "loss",
+         f"--kl_kind {args.kl_kind} is a loss, no reward of the sampled token: give --kl_in loss")
+    need(not args.kl_coef or args.kl_in == "reward" or args.kl_kind != "k1",
+         "--kl_kind k1 teaches nothing as a loss, its gradient is 0 on average: give "
+         "--kl_in reward, or --kl_kind k2, k3 or topK")
+    need(args.reward_coef > 0 or args.hints or args.ref_model,
+         "--reward_coef 0 (--algo opd) learns from the KL to a teacher: give its --ref_model")
+    need(args.eval_samples == 1 or args.sampling(validate=True)["temperature"] != 0,
+         f"--eval_samples {args.eval_samples} would be equal at temperature 0")
+    need(args.window > args.max_prompt_tokens,
+         f"--max_model_len {args.max_model_len} leaves no room for a response to "
+         "--max_prompt_tokens")
+    # Forks and chat agents may fill the window.
+    need((args.tokens_per_micro_batch or args.window) >= args.window,
+         f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
+         f"rollout: {args.window} tokens")
 
     with refusing("--rollout_correction"):  # a trial on one token
         kind, low, high = args.correction
@@ -477,61 +490,10 @@ def check_args(args: Args):
                       "than those that are trained; give --rollout_correction tis", stacklevel=2)
 
 
-def check_flags_together(args: Args):
-    """Raises BadInput where flags contradict each other, or break a rule too long for Args."""
-    prompts = args.prompts_per_step
-    mini_batch = args.prompts_per_mini_batch or prompts
-    need(prompts % mini_batch == 0,
-         f"--prompts_per_step {prompts} must be a multiple of "
-         f"--prompts_per_mini_batch {mini_batch}")
-    need(args.group_size > 1 or args.max_gen_batches == 1,
-         "--max_gen_batches above 1 replaces groups whose members score alike: "
-         "--group_size must be at least 2")
-    need(args.kl_kind in losses.KL_ESTIMATES or args.kl_top > 0,
-         f"--kl_kind {args.kl_kind}: choose from {', '.join(losses.KL_ESTIMATES)}, or topK with a "
-         "number, as in top16")
-    need(not args.kl_top or args.kl_in == "loss",
-         f"--kl_kind {args.kl_kind} is a loss, no reward of the sampled token: give --kl_in loss")
-    if args.kl_coef and args.kl_in == "loss" and args.kl_kind == "k1":
-        problem = ("--kl_kind k1 teaches nothing as a loss, its gradient is 0 on average: give "
-                   "--kl_in reward, or --kl_kind k2, k3 or topK")
-        need(args.reward_coef > 0, problem)
-        warnings.warn(problem, stacklevel=2)
-    need(args.policy_loss != "sapo" or min(args.clip_low, args.clip_high) > 0,
-         "--policy_loss sapo: its temperatures --clip_low and --clip_high must be greater than 0")
-    need(args.reward_coef > 0 or args.hints or args.ref_model,
-         "--reward_coef 0 (--algo opd) learns from the KL to a teacher: give its --ref_model")
-    need(args.critic_warmup < max(1, args.num_steps),
-         "--critic_warmup leaves no step that trains the policy")
-    need(args.num_steps or not args.resume,
-         "--num_steps 0 evaluates --model: give it the final folder of a run, without --resume")
-    need(args.num_steps or not args.replay, "--replay trains: --num_steps must be at least 1")
-    need(args.dump_rollouts or not args.rollout_only,
-         "--rollout_only writes rollouts: --dump_rollouts must be greater than 0")
-    need(args.eval_samples == 1 or args.sampling(validate=True)["temperature"] != 0,
-         f"--eval_samples {args.eval_samples} would be equal at temperature 0")
-    need(args.window > args.max_prompt_tokens,
-         f"--max_model_len {args.max_model_len} leaves no room for a response to "
-         "--max_prompt_tokens")
-    # Forks and chat agents may fill the window.
-    need((args.tokens_per_micro_batch or args.window) >= args.window,
-         f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
-         f"rollout: {args.window} tokens")
-    need(args.final_answer_tokens < args.max_response_tokens,
-         f"--agent_args: final_answer_tokens {args.final_answer_tokens} are kept of "
-         f"--max_response_tokens {args.max_response_tokens}, which must be more")
-    tags = args.think_tags.split()
-    need(len(set(tags)) == len(tags) == 2,
-         f"--agent_args: think_tags {args.think_tags} must be two different tags, separated by "
-         "a space")
-
-
 def check_registered(args: Args):
-    """Raises BadInput where a flag names an unknown estimator, objective, agent loop or account.
+    """Raises BadInput where flags do not fit the estimator, the objective or the agent loop.
 
-    The task file is loaded by now, and may have registered its own. Also raises it where the
-    estimator compares rollouts and there is only one, where a reference is asked for and there
-    is none, and where there is one without a use."""
+    The task file is loaded by now, and may have registered its own."""
     agent_loop_class({}, None, args)
     check_value("adv_estimator", args.adv_estimator,
                 (*losses.ESTIMATORS, "or your own, by @estimator in the task file"))
@@ -541,9 +503,7 @@ def check_registered(args: Args):
          f"--adv_estimator {args.adv_estimator} compares the rollouts of a prompt: "
          "--group_size must be at least 2")
     need(not args.critic_warmup or "values" in args.estimator_takes,
-         f"--critic_warmup: --adv_estimator {args.adv_estimator} has no critic")
-    need(not args.imitation_steps or args.imitation_steps > args.critic_warmup,
-         "--imitation_steps: only the critic learns in these steps, by --critic_warmup")
+         f"--critic_warmup has no effect with --adv_estimator {args.adv_estimator}")
     asks = "logprobs_ref" in [*args.estimator_takes, *args.objective_takes]
     need(args.has_reference or not asks,
          f"--adv_estimator {args.adv_estimator} or --policy_loss {args.policy_loss} asks for "
@@ -553,6 +513,42 @@ def check_registered(args: Args):
          "asks for logprobs_ref")
     if args.wandb_project:
         on_main(check_account)
+
+
+def check_effects(args: Args):
+    """Raises BadInput for a flag that was set without effect: only the results would show it.
+
+    A task's own estimator or objective may use any flag."""
+    estimator = args.adv_estimator
+    objective = args.policy_loss
+    is_own = estimator not in OUR_ESTIMATORS
+    has_critic = is_own or "values" in args.estimator_takes
+    discounts = has_critic or estimator == "reinforce_pp"
+    has_dual_clip = objective in ("ppo", "gspo") or objective not in OUR_OBJECTIVES
+    # flag: (the flag on which its effect depends, whether it has one)
+    effects = {
+        "gamma": ("adv_estimator", discounts),
+        "turn_discount": ("adv_estimator", discounts or estimator == "gigpo"),
+        "lam": ("adv_estimator", has_critic),
+        "critic_lr": ("adv_estimator", has_critic),
+        "critic_warmup": ("adv_estimator", has_critic),
+        "clip_low": ("policy_loss", objective != "reinforce"),
+        "clip_high": ("policy_loss", objective != "reinforce"),
+        "clip_c": ("policy_loss", has_dual_clip),
+        "ref_model": ("hints", not args.hints),
+        "hints": ("kl_coef", args.kl_coef),
+        "kl_in": ("kl_coef", args.kl_coef),
+        "kl_kind": ("kl_coef", args.kl_coef),
+        "kl_target": ("kl_in", args.kl_in == "reward"),
+        "reward_coef": ("kl_in", args.kl_in == "reward"),
+        "oversample": ("max_staleness", args.max_staleness),
+        "deterministic": ("max_staleness", not args.max_staleness),
+    }
+    usual = {entry.name: entry.default for entry in fields(args)}
+    usual |= args.preset_values() | {"clip_c": args.usual_clip_c}
+    for name, (other, has_effect) in effects.items():
+        need(has_effect or getattr(args, name) == usual[name],
+             f"--{name} has no effect with --{other} {getattr(args, other)}")
 
 
 def complete_flags(args: Args, cuda: bool):
@@ -581,17 +577,11 @@ def complete_flags(args: Args, cuda: bool):
         "max_model_len": args.window,
     })
 
-    need("://" not in args.output_dir, f"--output_dir {args.output_dir}: only a folder can be "
-         "written to; copy it to a bucket at the end, or mount that")
     args.output_dir = os.path.realpath(os.path.expanduser(args.output_dir))
     for name in ("model", "ref_model", "replay"):
         path = getattr(args, name)
         if path:
-            path = absolute(path)
-            setattr(args, name, path)
-            need(not Path(path).is_relative_to(args.output_dir),
-                 f"--{name} {path} is in --output_dir, which would be moved aside: give this run "
-                 "another one")
+            setattr(args, name, absolute(path))
     for name in ("train_files", "val_files"):
         files = getattr(args, name)
         if files:

@@ -398,10 +398,10 @@ def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_mode
 def test_defaults_pass_the_checks_and_flags_parse():
     check_args(Args())
     check_args(Args(algo="opd", ref_model="x", kl_in="loss", kl_kind="top4"))
-    flags = ["--deterministic", "--train_files", "a.parquet", "b.jsonl", "--save-every", "3"]
+    flags = ["--deterministic", "--train_files", "a.parquet", "b.jsonl", "--save_every", "3"]
     args = parse_args(flags)
     assert args.deterministic is True and args.train_files == ["a.parquet", "b.jsonl"]
-    assert args.save_every == 3 and parse_args(["--deterministic", "No"]).deterministic is False
+    assert args.save_every == 3 and parse_args(["--deterministic", "False"]).deterministic is False
     for words, meant in ([], False), (["--shard"], True), (["--shard", "hybrid"], "hybrid"):
         assert parse_args([*words, "--seed", "1"]).shard == meant
     assert parse_args(["--shard", "false"]).shard is False
@@ -411,54 +411,31 @@ def test_defaults_pass_the_checks_and_flags_parse():
 @pytest.mark.parametrize("flags, said", [
     (dict(prompts_per_mini_batch=5), "must be a multiple of --prompts_per_mini_batch 5"),
     (dict(algo="gpro"), "--algo gpro: choose from grpo, ppo"),
-    (dict(rollout_only=True, dump_rollouts=0), "--rollout_only writes rollouts: --dump_rollouts"),
     (dict(tokens_per_micro_batch=100), "--tokens_per_micro_batch 100 is less than the longest"),
     (dict(max_model_len=512), "--max_model_len 512 leaves no room"),
-    (dict(clip_c=0.5), "--clip_c 0.5 must be 0, or exceed 1"),
-    (dict(algo="rloo", clip_c=3.0), "--clip_c has an effect only with --policy_loss ppo or gspo"),
+    (dict(clip_c=0.5), "--clip_c 0.5 must be 0 or exceed 1"),
     (dict(algo="rloo", group_size=1), "--adv_estimator rloo compares the"),
     (dict(algo="ppo", group_size=1, max_gen_batches=2), "--max_gen_batches above 1"),
-    (dict(algo="ppo", critic_warmup=40), "--critic_warmup leaves no step"),
-    (dict(algo="sapo", clip_low=0.0), "--policy_loss sapo: its temperatures"),
     (dict(algo="opd"), "--reward_coef 0 (--algo opd) learns from the KL to a teacher"),
     (dict(rollout_correction="tis:0:2"), "tis:0:2: must be KIND, KIND:HIGH or"),
-    (dict(rollout_correction="bypass:3"), "bypass:3: bypass has no bounds"),
     (dict(algo="gspo", rollout_correction="bypass"), "bypass is for --policy_loss ppo, not gspo"),
     (dict(agent_args='{"tool_timeot": 3}'), "--agent_args: tool_timeot is not one of"),
     (dict(agent_args='{"tool_timeout": "x"}'), "tool_timeout must be a float, got 'x'"),
-    (dict(agent_args='{"final_answer_tokens": 128}'), "--max_response_tokens 128, which must be"),
-    (dict(algo="opd", ref_model="x", kl_kind="x"), "--kl_kind x: choose from k1, abs, k2"),
     (dict(algo="opd", ref_model="x", kl_kind="top0"), "or topK with a number, as in top16"),
     (dict(algo="opd", ref_model="x", kl_kind="top4"), "--kl_kind top4 is a loss, no reward of"),
-    (dict(algo="opd", ref_model="x", kl_in="loss"), "--kl_kind k1 teaches nothing as a loss"),
-    (dict(algo="ppo", imitation_steps=2, critic_warmup=2), "--imitation_steps: only the critic"),
-    (dict(adv_estimator="grpo", critic_warmup=2), "--critic_warmup"),
-    (dict(num_steps=0, resume=True), "--num_steps 0 evaluates --model: give it the final folder"),
-    (dict(num_steps=0, replay="x"), "--replay trains: --num_steps must be at least 1"),
-    (dict(max_staleness=1, prompts_per_step=0), "--prompts_per_step 0 must be greater than 0"),
-    (dict(stop_at_reward=0.5, eval_every=0), "--stop_at_reward has an effect only with"),
-    # Flags without effect: a rule of each form
-    (dict(gamma=0.9), "only with --adv_estimator gae or gae_bootstrap or reinforce_pp"),
-    (dict(kl_in="reward"), "--kl_in has an effect only with a --kl_coef"),
-    (dict(kl_coef=0.1, kl_target=0.1), "--kl_target has an effect only with --kl_in reward"),
-    (dict(algo="rloo", clip_high=0.5), "only with a --policy_loss other than"),
-    (dict(replay="x", rollout_only=True), "--rollout_only has an effect only without --replay"),
-    # Settings of vLLM
+    (dict(kl_coef=0.1, kl_kind="k1"), "--kl_kind k1 teaches nothing as a loss"),
+    (dict(gamma=0.9), "--gamma has no effect with --adv_estimator grpo"),
+    (dict(critic_warmup=2), "--critic_warmup has no effect with --adv_estimator grpo"),
+    (dict(kl_in="reward"), "--kl_in has no effect with --kl_coef 0.0"),
+    (dict(max_staleness=1, deterministic=True), "--deterministic has no effect with --max_stale"),
     (dict(engine_args="[1]"), "--engine_args must be a JSON object"),
-    (dict(eval_samples=4, eval_sampling_args="[]"), "--eval_sampling_args must be a JSON object"),
     (dict(engine_args='{"tensor_parallel_size": 2}'), "can't be set here: it is a flag"),
-    (dict(engine_args='{"logprobs_mode": "raw_logprobs"}'), "logprobs_mode can't be set here"),
 ])  # fmt: skip
 def test_flags_without_effect_or_sense_are_refused(flags, said):
     with pytest.raises(BadInput) as error:
         check_args(Args(**flags))
         check_registered(Args(**flags))
     assert said in str(error.value)
-
-
-def test_a_loss_without_a_gradient_gets_a_warning():
-    with pytest.warns(UserWarning, match="--kl_kind k1 teaches nothing as a loss"):
-        check_args(Args(kl_coef=0.1, kl_kind="k1"))
 
 
 def test_sampling_parameters():
@@ -484,7 +461,6 @@ def test_sampling_parameters():
     ({"agent": "nobody"}, "no agent loop 'nobody'"),
     ({"resume": True}, "no checkpoint in"),
     ({"algo": "sft"}, "--algo sft, --imitation_steps: no training row has a 'demonstration'"),
-    ({"output_dir": "s3://bucket/x"}, "--output_dir s3://bucket/x: only a folder can be written"),
     ({"num_steps": 0, "eval_every": -1}, "--num_steps 0 and --stop_at_reward need validation rows"),
 ])  # fmt: skip
 def test_input_that_is_wrong_ends_before_the_engine_starts(
@@ -532,7 +508,6 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
 def test_command_line_shows_one_line_and_exits_with_2(cache, tmp_path):
     for flags, said in (
         (["--lrr", "1"], "unknown flag --lrr: did you mean --lr?"),
-        (["--tool_timeout", "1"], "unknown flag --tool_timeout: it is a key of --agent_args"),
         (["--task", "nothing.py"], "--task nothing.py: no such file"),
     ):
         printed = run(*flags, cache=cache, code=2)
