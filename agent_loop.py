@@ -25,10 +25,7 @@ The words that code, documents, log and flags share:
 To write your own agent, subclass `AgentLoopBase` in the task file, decorate the class with
 `@register("name")`, and select it with `--agent name` or with a row's `agent_name`. Loops are
 coroutines on one background thread. Hundreds of them run at once, so they must not block.
-Names follow verl's agent loop (https://verl.readthedocs.io/en/latest/advance/agent_loop.html).
-
-This file imports nothing else from this repository. Pasted into another project, it works
-with `LoopArgs` as its settings."""
+Names follow verl's agent loop (https://verl.readthedocs.io/en/latest/advance/agent_loop.html)."""
 
 import asyncio
 import contextvars
@@ -55,10 +52,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
-
-class BadInput(ValueError):
-    """An error in the user's flags, task file, rows or model. train.py prints only its message."""
-
+from flatrl.bad_input import BadInput
 
 # ---------------------------------------------------------------- settings and results
 

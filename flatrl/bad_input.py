@@ -8,8 +8,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from itertools import compress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agent_loop import AgentLoopOutput, BadInput
+if TYPE_CHECKING:
+    from agent_loop import AgentLoopOutput
 
 OURS = {"agent_loop", "data", "flatrl", "losses", "rollout", "train"}  # modules
 INSTALLED = {"site-packages", "dist-packages"}  # folders
@@ -27,6 +29,10 @@ TAKEN_KEYS = {"filtered", "greedy", "demonstration"}
 TAKEN_UNITS = {"mean", "std", "min", "max", "greedy"}
 
 
+class BadInput(ValueError):
+    """An error in the user's flags, task file, rows or model. train.py prints only its message."""
+
+
 class NothingLeft(BadInput, RuntimeError):
     """All rollouts of a step or evaluation have failed, usually by an error in the user's code."""
 
@@ -39,6 +45,13 @@ def need(ok, message: str):
     """Raises BadInput with the message unless `ok`."""
     if not ok:
         raise BadInput(message)
+
+
+def flag_of(args) -> str:
+    """Returns the flag that gives args.model, and its value: --model, or --ref_model in the args of
+    a reference, whose model is args.ref_model."""
+    name = "--ref_model" if args.model == args.ref_model else "--model"
+    return f"{name} {args.model}"
 
 
 @contextlib.contextmanager
@@ -133,7 +146,13 @@ def check_ids(ids: list[int], vocab_size: int, name: str):
     check_numbers(ids, {int}, 0, vocab_size - 1, name)
 
 
-def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version: int, window: int):
+def check_output(
+    output: "AgentLoopOutput",
+    vocab_size: int,
+    oldest: int,
+    version: int,
+    window: int,
+):
     """Raises ValueError or BadInput if an agent loop's output can't be trained or logged.
 
     vocab_size: token ids must be below it. oldest, version: versions of the weights when the

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from agent_loop import BadInput
-from flatrl.bad_input import BadReward, NothingLeft, need, pickled_state, refusing
+from flatrl.bad_input import BadInput, BadReward, NothingLeft, need, pickled_state, refusing
 from flatrl.contents import MODEL, ROWS, VAL_ROWS
 from flatrl.files import logged
 from flatrl.log import or_warn

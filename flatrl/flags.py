@@ -7,8 +7,7 @@ from dataclasses import Field, field, fields
 from types import UnionType
 from typing import Literal, get_args, get_origin
 
-from agent_loop import BadInput
-from flatrl.bad_input import need
+from flatrl.bad_input import BadInput, need
 
 
 def flag(default, help: str, choices=(), low: float = 0, high: float = math.inf) -> Field:

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from agent_loop import BadInput
-from flatrl.bad_input import refusing
-from flatrl.models import flag_of
+from flatrl.bad_input import BadInput, flag_of, refusing
 
 LORA_ALPHA = 32  # adapters are scaled by this over their rank
 

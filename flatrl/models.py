@@ -19,7 +19,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from agent_loop import chat_template, tool_parser, with_template_variables
-from flatrl.bad_input import need, refusing
+from flatrl.bad_input import flag_of, need, refusing
 from flatrl.log import versions
 
 DAY = 86_400  # seconds
@@ -92,13 +92,6 @@ def from_pretrained(auto_class: str, args, problem: str, **settings):
         return getattr(transformers, auto_class).from_pretrained(
             args.model, trust_remote_code=args.trust_remote_code, **settings
         )
-
-
-def flag_of(args) -> str:
-    """Returns the flag that gives args.model, and its value: --model, or --ref_model in the args of
-    a reference, whose model is args.ref_model."""
-    name = "--ref_model" if args.model == args.ref_model else "--model"
-    return f"{name} {args.model}"
 
 
 def load_for_training(auto_class: str, args, attention) -> nn.Module:

@@ -736,12 +736,6 @@ def test_args_may_be_any_object_with_a_budget_and_a_window(tokenizer):
         SingleTurnLoop(None, tokenizer, None, None, given)
 
 
-def test_the_file_imports_nothing_of_ours():
-    source = open(agent_loop.__file__).read()
-    modules = re.findall(r"^ *(?:from|import) (\w+)", source, re.MULTILINE)
-    assert not {"data", "examples", "flatrl", "losses", "rollout", "train"} & {*modules}
-
-
 def test_what_a_loop_sets_after_the_last_word_goes_to_the_output_that_has_it():
     trajectory = agent_loop.Trajectory(list(PROMPT), [1, 2], [1, 2], [])
     trajectory.add_sampled(TokenOutput([3], [-1.0], [0], "stop", [1, 2]))
