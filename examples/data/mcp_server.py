@@ -26,18 +26,20 @@ server = MCPServer("shop", log_level="CRITICAL")
 @server.tool()
 def price(item: str) -> int:
     """The price of one item, in coins."""
-    if item not in PRICES:
-        # The one exception whose text is sent.
-        raise ToolError(f"no item {item!r}; there are: {', '.join(PRICES)}")
-    return PRICES[item]
+    return look_up(item, PRICES)
 
 
 @server.tool()
 def delivery(town: str) -> int:
     """The cost of a delivery to a town, in coins."""
-    if town not in DELIVERY:
-        raise ToolError(f"no town {town!r}; there are: {', '.join(DELIVERY)}")
-    return DELIVERY[town]
+    return look_up(town, DELIVERY)
+
+
+def look_up(name: str, table: dict[str, int]) -> int:
+    if name not in table:
+        # The one exception whose text is sent.
+        raise ToolError(f"no {name!r}; there are: {', '.join(table)}")
+    return table[name]
 
 
 if __name__ == "__main__":
