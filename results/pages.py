@@ -52,7 +52,9 @@ def runs(figure: str, results: Path = RESULTS) -> dict[str, Run]:
     lines = read_lines(folder / "metrics.jsonl")
     metrics = {line["run"]: line for line in lines}
     records = read_records(folder)
-    return {name: Run(name, record, metrics[name]) for name, record in records.items()}
+    return {
+        name: Run(name, record, metrics.get(name, {})) for name, record in records.items()
+    }
 
 
 def duration(*commands: Run) -> str:
