@@ -16,7 +16,6 @@ mini-batches are computed globally. Then each rank works on its own rows."""
 
 import functools
 import hashlib
-import inspect
 import itertools
 import math
 import sys
@@ -36,6 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import losses
 from agent_loop import (
+    AgentLoopOutput,
     agent_loop_class,
     chat_template,
     expand,
@@ -46,18 +46,16 @@ from agent_loop import (
     row_kwargs,
     shorten,
     task_interaction,
-    task_tools,
     with_template_variables,
 )
-from flatrl import tables
 from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401
-from flatrl.bad_input import OURS, check_types, need, refusing
+from flatrl.bad_input import need, refusing
 from flatrl.contents import as_text
 from flatrl.devices import to_device
 from flatrl.hints import told_outputs, told_prompt
 from flatrl.processes import on_main
 from flatrl.rows import check_demonstration, check_row, check_tokenizer, tool_schemas
-from flatrl.tables import Rows, prompt_order, read_files
+from flatrl.tables import Rows, prompt_order, read_files  # noqa: F401
 from flatrl.terminal import Bar
 from flatrl.units import Outputs, last_outputs, unit_of
 from flatrl.vision import same_images
@@ -67,66 +65,31 @@ BL = Annotated[Tensor, "B L"]  # outputs x tokens of prompt and response, right-
 
 # ---------------------------------------------------------------- rows
 
-# The types of names that a task file may define. None is always allowed.
-TASK_TYPES = {
-    "SYSTEM_PROMPT": str,
-    "TOOLS": list | tuple,
-    "INTERACTIONS": list | tuple,
-    "sampler": Callable,
-}
-# The number of arguments of each function of a task file.
-TASK_ARGUMENTS = {
-    "load": 1,
-    "reward": 2,
-    "build_model": 1,
-}
 
-
-def load_task(
-    path: str,
-    needs: Sequence[str] = ("load", "reward"),
-) -> ModuleType:
+def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleType:
     """Imports a task file and returns the module. It may import modules from its own folder.
 
-    needs: names of functions in TASK_ARGUMENTS that the file must define. Raises BadInput if the
-    file is missing or can't be imported, or if one of these functions is missing or takes
-    another number of arguments."""
+    needs: names of functions that it must define. Raises BadInput if it can't be imported, or
+    does not define them."""
     file = Path(path)
-    need(file.is_file(), f"--task {path}: no such file")
+    need(file.is_file() and file.suffix == ".py", f"--task {path}: no such file NAME.py")
     name = f"task_{file.stem}"
     spec = spec_from_file_location(name, file)
-    need(spec, f"--task {path}: not a Python file (its name must end in .py)")
     module = module_from_spec(spec)
     known = {*sys.modules} - {name}  # an earlier load of this file may have left it
     sys.modules[name] = module  # dataclasses and pickle look the module up by name
-    folder = file.resolve().parent
-    if str(folder) not in sys.path:  # as in `python my_project/task.py`, after train.py's folder
-        sys.path.insert(1, str(folder))
-    advice = ""
-    hidden = [name for name in sorted(OURS) if (folder / f"{name}.py").is_file()]
-    if hidden and folder != Path(__file__).resolve().parent:
-        advice = f" (rename its {hidden[0]}.py: train.py has a module of this name)"
-    with refusing(f"--task {path} does not import{advice}", str(file)):
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:  # as in `python my_project/task.py`, after train.py's folder
+        sys.path.insert(1, folder)
+    with refusing(f"--task {path} does not import", str(file)):
         spec.loader.exec_module(module)
     module.__imported__ = {*sys.modules} - known  # see flatrl/contents.py
-
-    check_types(vars(module), TASK_TYPES, f"--task {path}")
-    with refusing(
-        f"--task {path}: TOOLS or INTERACTIONS has an invalid entry (a function needs type "
-        "hints and a Google-style docstring)"
-    ):
-        task_tools(module)
-        task_interaction(module, {})
     for name in needs:
-        function = getattr(module, name, None)
         need(
-            callable(function),
+            callable(getattr(module, name, None)),
             f"--task {path} has no function {name}: a task file defines load(split), "
             "reward(output, row) and, unless --model gives the model, build_model(path)",
         )
-        n_arguments = TASK_ARGUMENTS[name]
-        with refusing(f"--task {path}: {name} must take {n_arguments} argument(s)"):
-            inspect.signature(function).bind(*range(n_arguments))  # raises TypeError
     return module
 
 
@@ -139,9 +102,8 @@ def load_rows(
 ) -> Sequence[dict]:
     """Returns the rows of a split ("train" or "val"), checked and normalised to verl's columns.
 
-    files: read instead of calling the task's `load`. Tables that `read_files` leaves on disk are
-    returned as lazy Rows, and a row is checked when it is accessed. Everything else is returned
-    as a list.
+    files: read instead of calling the task's `load`. Their rows stay on disk: the result is not a
+    list but Rows, and a row is checked when it is accessed.
     prompt_key: the column with the prompt: a chat, or a text, which becomes a user message.
 
     image_key: the column with the prompt's images, which becomes `images`. The prompt needs a
@@ -155,22 +117,19 @@ def load_rows(
     source = ", ".join(files) if files else f"load({split!r})"
     with refusing(f"{source} does not give a list of rows"):
         rows = read_files(files) if files else list(task.load(split))
-    need(rows or split == "val", f"{source} has no rows")
-    on_disk = not isinstance(rows, list)
+    need(len(rows) or split == "val", f"{source} has no rows")
     system_prompt = getattr(task, "SYSTEM_PROMPT", None)
 
     def checked(number: int) -> dict:
         """Returns row `number`, checked and with the system prompt."""
-        row = rows[number]
-        if on_disk:
-            (row,) = row.to_pylist()  # an arrow table with a single row
-        row = check_row(row, prompt_key, number, f"row {number} of {source}", image_key)
+        name = f"row {number} of {source}"
+        row = check_row(rows[number], prompt_key, number, name, image_key)
         prompt = row["prompt"]
         if system_prompt and (not prompt or prompt[0]["role"] != "system"):
             prompt.insert(0, {"role": "system", "content": system_prompt})
         return row
 
-    if on_disk:
+    if files:
         return Rows(checked, range(len(rows)))
     return [checked(number) for number in range(len(rows))]
 
@@ -191,10 +150,6 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     `check_tokenizer` and, if args play demonstrations, `check_demonstration` list what else is
     checked. The main rank does it for all ranks.
 
-    Of more than MAX_ROWS_CHECKED_AT_START rows, only a sample is checked now: the first thousand
-    that will be drawn. Nothing is removed then. Instead, whoever accesses an overlong row of the
-    returned Rows gets the next one that fits.
-
     Raises BadInput if a check fails, or if no prompt is short enough."""
     if not rows:
         return rows
@@ -206,42 +161,24 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
 
     if args.prompt_truncate_side != "none":
         rows = _cut_to(limit, rows, length_of, chat_tokenizer, args.prompt_truncate_side)
-    n_rows = len(rows)
-    is_sample = n_rows > tables.MAX_ROWS_CHECKED_AT_START
-    numbers = range(n_rows)
-    if is_sample:
-        numbers = prompt_order(n_rows, 0, 1000, args.seed)
 
-    def lengths_of_prompts() -> np.ndarray:
-        bar = Bar(numbers, "prompts")
-        return np.array([length_of(number, rows[number]) for number in bar])
-
-    def check_first_rows():
-        check_tokenizer(tokenizer, chat_tokenizer, rows[numbers[0]], task, args)
+    def check_all() -> np.ndarray:
+        lengths = [length_of(number, row) for number, row in enumerate(Bar(rows, "prompts"))]
+        check_tokenizer(tokenizer, chat_tokenizer, rows[0], task, args)
         if args.num_steps and args.imitation_steps != 0:  # None: demonstrations in all steps
-            check_demonstration(map(rows.__getitem__, numbers), chat_tokenizer, args)
+            check_demonstration(rows, chat_tokenizer, args)
+        return np.array(lengths)
 
-    lengths = on_main(lengths_of_prompts)  # (rows checked,)
-    on_main(check_first_rows)
-    too_long = lengths > limit
+    lengths = on_main(check_all)
+    fitting = np.flatnonzero(lengths <= limit)
     need(
-        not too_long.all(),
+        len(fitting),
         f"no prompt left: all {len(lengths)} are longer than --max_prompt_tokens {limit}; "
         f"raise it (the longest has {max(lengths)} tokens)",
     )
-    if not is_sample:
-        fitting = np.flatnonzero(~too_long)
-        if isinstance(rows, list):
-            return [rows[number] for number in fitting]
-        return Rows(rows.__getitem__, fitting)
-
-    def next_that_fits(number: int) -> dict:
-        # This ends, because at least one row of the sample fits.
-        while length_of(number, row := rows[number]) > limit:
-            number = (number + 1) % n_rows
-        return row
-
-    return Rows(next_that_fits, range(n_rows), overlong=too_long.mean())
+    if isinstance(rows, list):
+        return [rows[number] for number in fitting]
+    return Rows(rows.__getitem__, fitting)
 
 
 def _cut_to(
@@ -260,18 +197,12 @@ def _cut_to(
     def n_tokens(text):
         return len(tokenizer.encode(text, add_special_tokens=False))
 
-    def n_characters(place):
-        message, key = place
-        return len(message[key])
-
     def cut(number: int) -> dict:
-        """Returns row `number`, whose longest texts are shortened until its prompt fits.
-
-        They are shortened in place, so a row that is kept in memory is cut once."""
+        """Returns row `number`, cut in place: a row that is kept in memory is cut once."""
         row = rows[number]
         places = _text_places(row["prompt"])
         while places and (excess := length_of(number, row) - limit) > 0:
-            message, key = max(places, key=n_characters)
+            message, key = max(places, key=lambda place: len(place[0][place[1]]))
             n_now = n_tokens(message[key])
             n_kept = n_now - excess - n_tokens("...")
             if n_kept < 1:
@@ -572,9 +503,8 @@ class EndToEnd:
         1      0 1 1 0 0 0 0 0
 
     One empty place precedes each turn, so that turns stay separate runs of 1s. Place 0 is always
-    empty. The exception is an output that continues its unit's previous output in the middle of a
-    turn (an agent loop may cut one turn into two outputs): it extends that turn, without an empty
-    place.
+    empty. An output that continues its unit's previous output in the middle of a turn extends that
+    turn, without an empty place.
 
     mask: (N, S) 1 at the places of tokens, 0 at empty ones. This is the estimators' mask.
     sampled: (B, T) True where a token was sampled, and so has a place.
@@ -599,16 +529,17 @@ class EndToEnd:
 
         output_starts = []
         unit_ends = [0] * self.n_units
-        previous_rows = {}  # unit -> row of its previous output
+        previous = {}  # unit -> its previous output
         output_widths = widths.sum(1).tolist()
-        for row, unit in enumerate(batch.units.unit_of_row.tolist()):
+        units = batch.units.unit_of_row.tolist()
+        for unit, output, width in zip(units, batch.outputs, output_widths):
             start = unit_ends[unit]
-            if unit in previous_rows and _continues(batch, row, previous_rows[unit]):
+            if unit in previous and _continues(output, previous[unit]):
                 # The empty place of its first token is then the last place of the previous output.
                 start -= 1
             output_starts.append(start)
-            unit_ends[unit] = start + output_widths[row]
-            previous_rows[unit] = row
+            unit_ends[unit] = start + width
+            previous[unit] = output
 
         # A token's place is its output's start, plus the widths up to and with its own, minus 1.
         # Other tokens have width 0, so they have the place of the last sampled one before them.
@@ -635,18 +566,10 @@ class EndToEnd:
         return zeros.masked_scatter(self.sampled, x[self.places].type_as(zeros))
 
 
-def _continues(batch: Batch, row: int, previous: int) -> bool:
-    """Returns whether an output goes on exactly where a previous one was cut in a turn.
-
-    Its prompt is then the whole previous sequence, and the tokens on both sides of the cut were
-    sampled."""
-    before = batch["response_mask"][previous, : batch["response_lengths"][previous]]
-    after = batch["response_mask"][row]
-    if not before[-1:].any() or not after[:1].any():
-        return False
-    sequence = batch["input_ids"][previous, : batch["lengths"][previous]]
-    prompt = batch["input_ids"][row, : batch["prompt_lengths"][row]]
-    return torch.equal(prompt, sequence)
+def _continues(output: AgentLoopOutput, previous: AgentLoopOutput) -> bool:
+    """Returns whether an output goes on exactly where a previous one was cut in a turn."""
+    is_in_turn = any(previous.response_mask[-1:]) and any(output.response_mask[:1])
+    return is_in_turn and output.prompt_ids == previous.prompt_ids + previous.response_ids
 
 
 def place_rewards(batch: Batch, terminal: N) -> NS:

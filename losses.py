@@ -30,14 +30,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from inspect import signature
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from torch import Tensor, no_grad
 from torch.autograd.function import once_differentiable
 
-# Shapes, as annotations for readers. Only the tests check them. Within one call, a letter is
-# always the same size. *S stands for any number of dimensions.
+# Shapes, as annotations for readers. Within one call, a letter is always the same size. *S stands
+# for any number of dimensions.
 Scalar = Annotated[Tensor, ""]
 N = Annotated[Tensor, "N"]  # units
 NS = Annotated[Tensor, "N S"]  # units x tokens of all their outputs, laid end to end
@@ -166,43 +166,15 @@ def _check_choice(name, value, choices):
 ESTIMATORS = {}  # --adv_estimator -> function
 OBJECTIVES = {}  # --policy_loss -> function
 
-_ESTIMATOR_INPUTS = (
-    "rewards",
-    "outcomes",
-    "groups",
-    "prompts",
-    "names",
-    "lengths",
-    "truncated",
-    "baselines",
-    "mask",
-    "token_rewards",
-    "values",
-    "states",
-    "parts",
-    "entropy",
-    "logprobs_old",
-    "logprobs_rollout",
-    "logprobs_ref",
-    "versions",
-    "state",
-    "args",
-)
-_OBJECTIVE_INPUTS = (
-    "logprobs",
-    "logprobs_old",
-    "ratio",
-    "entropy",
-    "advantages",
-    "mask",
-    "logprobs_rollout",
-    "logprobs_ref",
-    "versions",
-    "clip_low",
-    "clip_high",
-    "clip_c",
-    "args",
-)
+# The parameters that these functions may have: see `estimator` and `objective`.
+_ESTIMATOR_INPUTS = """
+    rewards outcomes groups prompts names lengths truncated baselines mask token_rewards values
+    states parts entropy logprobs_old logprobs_rollout logprobs_ref versions state args
+""".split()
+_OBJECTIVE_INPUTS = """
+    logprobs logprobs_old ratio entropy advantages mask logprobs_rollout logprobs_ref versions
+    clip_low clip_high clip_c args
+""".split()
 
 
 def estimator(name: str) -> Callable:
@@ -321,25 +293,6 @@ def gae(
 @estimator("gae")
 def _gae(token_rewards, values, mask, args):
     return gae(token_rewards, values, mask, args.gamma, args.lam, args.turn_discount)
-
-
-@no_grad
-def bootstrapped(rewards: NS, values: NS, mask: NS, truncated: N, gamma: float) -> NS:
-    """Adds gamma V to the last reward of each truncated sequence (arXiv 1712.00378, sec. 3).
-
-    A limit on turns or tokens does not end the task, so the state at the end has a value. The
-    critic has none there, so V is its value before the last mask-1 token."""
-    mask, rewards, values = _masked(mask, rewards, values)
-    last = last_places(mask)  # (N,)
-    rows = torch.arange(len(mask), device=mask.device)
-    added = torch.where(truncated, gamma * values[rows, last], 0)
-    return rewards.index_put((rows, last), added, accumulate=True)
-
-
-@estimator("gae_bootstrap")
-def _gae_bootstrap(token_rewards, values, mask, truncated, args):
-    rewards = bootstrapped(token_rewards, values, mask, truncated, args.gamma)
-    return gae(rewards, values, mask, args.gamma, args.lam, args.turn_discount)
 
 
 @no_grad
@@ -682,28 +635,54 @@ def _reinforce(logprobs, advantages):
 
 
 # ---- Importance weights: from the engine's policy to the trainer's -------------------------
+# A correction takes the ratios of tokens, (B, T), or of rows, (B, 1), the bounds and the mask. It
+# returns the weights.
 
 
-class _Correction(NamedTuple):
-    ratio_of: str  # "token", "row" (their product) or "row mean" (their geometric mean)
-    outside: str  # what happens outside the bounds
-    low: float  # the default bounds; "truncate" ignores low, and "nothing" both
-    high: float
+def _unweighted(ratio, low, high, mask):
+    """1 everywhere."""
+    return torch.ones_like(ratio)
+
+
+def _truncated(ratio, low, high, mask):
+    """The ratio, but at most `high` (arXiv 1802.01561)."""
+    return ratio.clamp(max=high)
+
+
+def _dropped(ratio, low, high, mask):
+    """The ratio, but 0 outside [low, high] (arXiv 2510.18855)."""
+    return torch.where((low <= ratio) & (ratio <= high), ratio, 0)
+
+
+def _vetoed(ratio, low, high, mask):
+    """1, but 0 in rows where any token's ratio is outside [low, high]."""
+    is_outside = mask & ((ratio < low) | (ratio > high))
+    return torch.where(is_outside.any(-1, keepdim=True), 0, torch.ones_like(ratio))
 
 
 _CORRECTIONS = {
-    "none": _Correction("token", "nothing", 0.0, 1.0),
-    "bypass": _Correction("token", "nothing", 0.0, 1.0),
-    "tis": _Correction("token", "truncate", 0.0, 2.0),
-    "icepop": _Correction("token", "drop", 0.5, 5.0),
-    "seq_tis": _Correction("row", "truncate", 0.0, 2.0),
-    "seq_mask": _Correction("row", "drop", 0.0, 3.0),
-    "geo_tis": _Correction("row mean", "truncate", 0.0, 2.0),
-    "geo_mask": _Correction("row mean", "drop", 0.999, 1.002),
-    "veto": _Correction("token", "drop row", 1e-4, 1e4),
+    "none": _unweighted,
+    "bypass": _unweighted,
+    "tis": _truncated,
+    "icepop": _dropped,
+    "seq_tis": _truncated,
+    "seq_mask": _dropped,
+    "geo_tis": _truncated,
+    "geo_mask": _dropped,
+    "veto": _vetoed,
 }
 # Kind -> default (low, high).
-ROLLOUT_CORRECTIONS = {kind: (each.low, each.high) for kind, each in _CORRECTIONS.items()}
+ROLLOUT_CORRECTIONS = {
+    "none": (0.0, 1.0),
+    "bypass": (0.0, 1.0),
+    "tis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "seq_tis": (0.0, 2.0),
+    "seq_mask": (0.0, 3.0),
+    "geo_tis": (0.0, 2.0),
+    "geo_mask": (0.999, 1.002),
+    "veto": (1e-4, 1e4),
+}
 
 
 @no_grad
@@ -712,8 +691,8 @@ def rollout_correction(
     logprobs_old: BT,
     logprobs_rollout: BT,
     mask: BT,
-    low: float | Sequence[float],
-    high: float | Sequence[float],
+    low: float,
+    high: float,
 ) -> WeightsAndStats:
     """Computes importance weights from the engine's policy to the trainer's, and stats.
 
@@ -725,9 +704,6 @@ def rollout_correction(
         icepop                  rho inside [low, high], 0 outside  arXiv 2510.18855 (0.5 and 5)
         seq_mask, geo_mask      the same, with the row's rho
         veto                    1, but 0 in rows where any token's rho is outside
-    low and high are numbers, or sequences with one number per kind.
-
-    Several kinds, as in "tis,geo_mask", are multiplied. icepop and *_mask then give only 0 or 1.
 
     Tokens with weight 0 still count in the denominators of `aggregate`, so other tokens keep
     their weight. For decoupled PPO (arXiv 2505.24298), multiply policy_loss by icepop weights
@@ -735,7 +711,7 @@ def rollout_correction(
 
     stats:
         rollout_kl          -log rho of the token: the k1 estimate of KL(rollout, old)
-        rollout_ratio       rho; if there are several kinds, that of the last one
+        rollout_ratio       rho
         rollout_clipped     1 where rho was cut to high
         rollout_dropped     1 where the weight was set to 0
         rollout_weight      the weight
@@ -743,82 +719,28 @@ def rollout_correction(
     With global means, mean(weight)^2 / mean(weight_sq) is the effective sample size, as a share
     of all tokens.
 
-    Raises ValueError for an unknown kind, for low > high, and for a wrong number of bounds."""
+    Raises ValueError for an unknown kind, and unless low <= high."""
+    _check_choice("rollout correction", kind, _CORRECTIONS)
+    if not low <= high:
+        raise ValueError(f"the lower bound {low} of {kind} must not exceed the upper one, {high}")
     mask, logprobs_old, logprobs_rollout = _masked(mask, logprobs_old, logprobs_rollout)
     difference = logprobs_old - logprobs_rollout
-    corrections = _parse_corrections(kind, low, high)
-    weights, ratio, clipped, dropped = _combine(corrections, difference, mask)
+    log_ratio = difference
+    if kind.startswith("seq"):
+        log_ratio = difference.sum(-1, keepdim=True)
+    elif kind.startswith("geo"):
+        log_ratio = _row_mean(difference, mask)
+    ratio = _ratio(log_ratio)
+    weights = _CORRECTIONS[kind](ratio, low, high, mask)
     stats = {
         "rollout_kl": -difference,
         "rollout_ratio": ratio,
-        "rollout_clipped": clipped,
-        "rollout_dropped": dropped,
+        "rollout_clipped": (ratio > high) & kind.endswith("tis"),
+        "rollout_dropped": weights == 0,
         "rollout_weight": weights,
         "rollout_weight_sq": weights.square(),
     }
     return _zero_where_masked(mask, weights, stats)
-
-
-def _ratio_of(what, difference, mask):
-    """Returns the ratio of each token, (B, T), or of each row, (B, 1).
-
-    A row's is the product of its tokens' ratios, or their geometric mean."""
-    if what == "row":
-        difference = difference.sum(-1, keepdim=True)
-    elif what == "row mean":
-        difference = _row_mean(difference, mask)
-    return _ratio(difference)
-
-
-def _combine(corrections, difference, mask):
-    """Returns the product of the weights of several corrections, each (kind, low, high).
-
-    Also returns the last kind's ratio, and where any kind clipped or dropped."""
-    weights = torch.ones_like(difference)
-    clipped = torch.zeros_like(mask)
-    dropped = torch.zeros_like(mask)
-    for kind, low, high in corrections:
-        correction = _CORRECTIONS[kind]
-        ratio = _ratio_of(correction.ratio_of, difference, mask)
-        is_outside = mask & ((ratio < low) | (ratio > high))
-        if correction.outside == "truncate":
-            weights = weights * ratio.clamp(max=high)
-            clipped = clipped | (ratio > high)
-        elif correction.outside == "drop":
-            dropped = dropped | is_outside
-            if len(corrections) == 1:  # among several it only drops, and does not weigh
-                weights = weights * ratio
-        elif correction.outside == "drop row":
-            dropped = dropped | is_outside.any(-1, keepdim=True)
-    return torch.where(dropped, 0, weights), ratio, clipped, dropped
-
-
-def _parse_corrections(kind, low, high):
-    """Returns a checked list of (kind, low, high), one for each kind in "kind,kind,..."."""
-    kinds = kind.split(",")
-    lows = _one_per_kind(low, kinds)
-    highs = _one_per_kind(high, kinds)
-    repeated = len(set(kinds)) < len(kinds)
-    combines_none = len(kinds) > 1 and not {"none", "bypass"}.isdisjoint(kinds)
-    too_few_or_many = not (len(lows) == len(highs) == len(kinds))
-    if repeated or combines_none or too_few_or_many:
-        raise ValueError(
-            f"{kind}: kinds must be different, 'none' and 'bypass' can't be combined, and each "
-            f"kind needs one bound in low ({lows}) and in high ({highs})"
-        )
-    corrections = list(zip(kinds, lows, highs))
-    for name, lower, upper in corrections:
-        _check_choice("rollout correction", name, ROLLOUT_CORRECTIONS)
-        if lower > upper:
-            raise ValueError(f"the lower bound {lower} of {name} exceeds the upper one, {upper}")
-    return corrections
-
-
-def _one_per_kind(bound, kinds):
-    """Returns one bound per kind, repeating a single number."""
-    if isinstance(bound, Sequence):
-        return bound
-    return [bound] * len(kinds)
 
 
 def value_loss(

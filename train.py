@@ -37,7 +37,6 @@ from flatrl.args import (  # noqa: F401  (some are re-exported)
 from flatrl.bad_input import need, pickled_state
 from flatrl.contents import contents_of
 from flatrl.devices import fit_micro_batch, offload, start_processes, wrap
-from flatrl.hints import require_hints
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean, means
 from flatrl.processes import (
@@ -903,7 +902,8 @@ def check_input(args: Args) -> tuple:
     if not args.num_steps or args.stop_at_reward is not None:
         need(rows["val"], "--num_steps 0 and --stop_at_reward need validation rows")
     if args.hints:
-        require_hints(rows["train"], task, args)
+        has_hint = any(row.get("hint") for row in rows["train"])
+        need(has_hint, "--hints (--algo opsd): no training row has a 'hint'")
     if args.algo == "sft" or args.imitation_steps:
         rows["train"] = data.demonstrated(rows["train"], only=args.algo == "sft")
     checkpoints.claim_for_all_hosts(args)

@@ -154,10 +154,9 @@ class Args(LoopArgs):
         None, "first steps, in which rows' demonstrations are played; default: all steps")
     rollout_correction: str = flag(
         None, "importance weights from the engine's logprobs to the trainer's: KIND, KIND:HIGH or "
-        "KIND:LOW:HIGH with bounds of the ratio, or several with commas, as in "
-        f"tis:2,geo_mask:0.999:1.002 ({' | '.join(losses.ROLLOUT_CORRECTIONS)}); bypass: no "
-        "weights, but ppo clips its ratio to the engine's; default: none, with --max_staleness "
-        "bypass for one update of ppo, else icepop:0:5, which is decoupled PPO")
+        f"KIND:LOW:HIGH with bounds of the ratio ({' | '.join(losses.ROLLOUT_CORRECTIONS)}); "
+        "bypass: no weights, but ppo clips its ratio to the engine's; default: none, with "
+        "--max_staleness bypass for one update of ppo, else icepop:0:5, which is decoupled PPO")
 
     # Reward and KL
     kl_coef: float = preset("weight of the KL to the reference; 0: off")
@@ -306,31 +305,25 @@ class Args(LoopArgs):
         return parameters
 
     @property
-    def correction(self) -> tuple[str, list[float], list[float]]:
-        """The kinds of --rollout_correction and their bounds: (kinds, low, high).
+    def correction(self) -> tuple[str, float, float]:
+        """The kind of --rollout_correction and its bounds, as `losses.rollout_correction` takes it.
 
-        kinds is a text with commas, low and high have a number for each kind: as
-        `losses.rollout_correction` takes them. Raises ValueError for a bound that is no
-        number, or that the kind does not have."""
-        kinds = []
-        lows = []
-        highs = []
-        for part in self.rollout_correction.split(","):
-            kind, *bounds = part.split(":")
-            if kind in ("none", "bypass") and bounds:
-                raise ValueError(f"{part}: {kind} has no bounds")
-            low, high = losses.ROLLOUT_CORRECTIONS.get(kind, (0.0, 1.0))
-            if self.max_staleness:
-                low = 0.0  # with staleness a small ratio is no reason to drop a token
-            *given, high = [float(bound) for bound in bounds] or [high]
-            n_allowed = 0 if kind.endswith("tis") else 1
-            if len(given) > n_allowed:
-                raise ValueError(f"{part}: must be KIND, KIND:HIGH or, unless the kind "
-                                 "truncates (*tis), KIND:LOW:HIGH")
-            kinds.append(kind)
-            lows += given or [low]
-            highs.append(high)
-        return ",".join(kinds), lows, highs
+        Raises ValueError for a bound that is no number, or that the kind does not have."""
+        kind, *bounds = self.rollout_correction.split(":")
+        low, high = losses.ROLLOUT_CORRECTIONS.get(kind, (0.0, 1.0))
+        if self.max_staleness:
+            low = 0.0  # with staleness a small ratio is no reason to drop a token
+        n_allowed = 2
+        if kind in ("none", "bypass"):
+            n_allowed = 0
+        elif kind.endswith("tis"):
+            n_allowed = 1
+        if len(bounds) > n_allowed:
+            raise ValueError(f"{self.rollout_correction}: {kind} has no such bounds")
+        if bounds:
+            *given, high = map(float, bounds)
+            low = given[0] if given else low
+        return kind, low, high
 
     @property
     def usual_correction(self) -> str:

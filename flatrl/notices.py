@@ -126,7 +126,7 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
     """Returns the lines with the plan of the run. See `Notices.start`."""
     counts = []
     for split, name in ("train", "training"), ("val", "validation"):
-        remark = dropped(rows[split], len(rows_read[split]))
+        remark = f"{len(rows_read[split]) - len(rows[split])} overlong ones dropped"
         counts.append(f"{len(rows[split])} {name} rows ({remark})")
     if not rows["val"]:
         counts[1] = "no validation rows, so no evaluation"
@@ -199,14 +199,6 @@ def preset_line(args) -> str:
     changed = [f"{name} {value}" for name, value in values.items() if value != usual[name]]
     but = f", but {', '.join(changed)}" if changed else ""
     return f"{args.algo}: the default flags (docs/algorithms.md){but}"
-
-
-def dropped(rows: Sequence[dict], n_read: int) -> str:
-    """Returns how many of n_read rows were dropped, or the share in a sample of a table on disk."""
-    share = getattr(rows, "overlong", 0)
-    if share:
-        return f"about {share:.1%} overlong: another one instead, when they are drawn"
-    return f"{n_read - len(rows)} overlong ones dropped"
 
 
 def first(rows: Sequence[dict]) -> list[dict]:

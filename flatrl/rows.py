@@ -8,10 +8,7 @@ from copy import copy
 from pathlib import Path
 from unicodedata import normalize
 
-from PIL import Image
-
 from agent_loop import (
-    BadInput,
     LoopArgs,
     ToolAgentLoop,
     agent_loop_class,
@@ -25,7 +22,7 @@ from flatrl.bad_input import check_types, need, refusing
 
 ROW_TYPES = {"extra_info": dict, "data_source": str, "demonstration": str | list | tuple}
 # Arguments that AgentLoopBase.run(**row) gets besides a row's columns.
-RESERVED_COLUMNS = ["self", "sampling_params", "step", "rollout_n", "validate"]
+RESERVED_COLUMNS = {"self", "sampling_params", "step", "rollout_n", "validate"}
 
 
 def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "images") -> dict:
@@ -35,19 +32,12 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
     number: the row's index, if it has none; name: what messages call the row. See
     `data.load_rows` for images. Raises BadInput."""
     need(
-        isinstance(row, dict),
-        f"{name} is no dict with a column {prompt_key!r}, but a {type(row).__name__}",
+        isinstance(row, dict) and prompt_key in row,
+        f"{name} has no column {prompt_key!r}: give --prompt_key, or files of your own for both, "
+        f"--train_files and --val_files; it is {row!r:.80}",
     )
-    need(
-        prompt_key in row,
-        f"{name} has no column {prompt_key!r}; give --prompt_key one of {[*row]}, "
-        "or files of your own for both, --train_files and --val_files",
-    )
-    for column in row:  # of csv it is None if a line has too many fields
-        need(
-            isinstance(column, str) and column not in RESERVED_COLUMNS,
-            f"{name}: a column's name is a str, and none of {RESERVED_COLUMNS}; it has {[*row]}",
-        )
+    taken = RESERVED_COLUMNS & row.keys()
+    need(not taken, f"{name}: agent loops have other arguments named {taken}, so rename columns")
     check_types(row, ROW_TYPES, name)
     row = dict(row)
     if row.get("extra_info"):
@@ -63,7 +53,6 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
         row["index"] = number
     prompt = row[prompt_key]
     if isinstance(prompt, str):
-        need(prompt, f"{name}: its prompt is empty")
         prompt = [{"role": "user", "content": prompt}]
     row["prompt"] = _chat(prompt, name, prompt_key)
     if row.get("demonstration") not in (None, ""):
@@ -73,33 +62,17 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
         images = row[image_key]
         is_single = images is not None and not isinstance(images, (list, tuple))
         row["images"] = [images] if is_single else images
-    _check_images(row, name)
+    with refusing(name):
+        _check_images(row)
     return row
 
 
 def unseen(row: dict) -> list[str]:
-    """Returns what a checked row holds of images, videos and audio that the policy is not shown.
-
-    If it has images, other columns are not looked at: they may be copies of the same images."""
-    found = []
-    for column, value in row.items():
-        first = value[0] if isinstance(value, (list, tuple)) and value else value
-        if column != "images" and not row.get("images") and _is_media(column, first):
-            found.append(f"column {column!r}")
-    for message in row["prompt"]:
-        content = message.get("content") or ""
-        parts = [{"text": content}] if isinstance(content, str) else content
-        for part in parts:
-            found += re.findall("<(?:image|video|audio)>", part.get("text", ""))
-    return found
-
-
-def _is_media(column, value):
-    """Returns whether a column's value is an image, or a file, or the column is called so."""
-    if isinstance(value, dict) and value.keys() == {"bytes", "path"}:  # of Hugging Face's data
-        return True
-    is_named_so = re.fullmatch("(image|video|audio)s?", column)
-    return isinstance(value, Image.Image) or bool(is_named_so and value)
+    """Returns the columns of a row without `images` that seem to hold images, videos or audio."""
+    if row.get("images"):
+        return []
+    media = ("image", "video", "videos", "audio", "audios")
+    return [column for column in media if row.get(column)]
 
 
 def tool_schemas(row: dict, task) -> list[dict]:
@@ -161,9 +134,8 @@ def _chat(messages, name, column):
 
     The arguments of tool calls become dicts: many data sets have them as JSON. A call that is only
     its function gets the form of `agent_loop.function_call`."""
-    is_chat = isinstance(messages, (list, tuple)) and all(map(_is_message, messages))
     need(
-        is_chat,
+        isinstance(messages, (list, tuple)) and all(map(_is_message, messages)),
         f"{name}: {column!r} must be a text or a list of chat messages, got {messages!r:.80}",
     )
     messages = [_tidied(message) for message in messages]
@@ -196,16 +168,18 @@ def _demonstration(turns, name):
     """Returns a demonstration, which is a text, or a list of texts and messages, as messages."""
     if isinstance(turns, str):
         turns = [turns]
-    need(turns and all(turns), f"{name}: its 'demonstration', or a turn of it, is empty")
-    messages = []
-    for turn in turns:
-        if isinstance(turn, str):
-            turn = {"role": "assistant", "content": turn}
-        messages.append(turn)
-    messages = _chat(messages, name, "demonstration")
+    turns = [
+        {"role": "assistant", "content": turn} if isinstance(turn, str) else turn
+        for turn in turns
+    ]
+    messages = _chat(turns, name, "demonstration")
+    is_turn = [
+        message["role"] == "assistant" and (message.get("content") or message.get("tool_calls"))
+        for message in messages
+    ]
     need(
-        all(message["role"] == "assistant" for message in messages),
-        f"{name}: 'demonstration' has a message that is not the assistant's",
+        messages and all(is_turn),
+        f"{name}: a 'demonstration' is turns of the assistant, none of them empty",
     )
     return messages
 
@@ -224,19 +198,17 @@ def _tidied(value):
     return {key: _tidied(entry) for key, entry in value.items() if entry is not None}
 
 
-def _check_images(row, name):
-    """Gives a row's images and placeholders one form; raises BadInput if they don't match.
+def _check_images(row):
+    """Gives a row's images and placeholders one form. Raises if they don't match.
 
     PIL images become upright and RGB; files and bytes are opened where they are used. In
     messages "<image>" becomes {"type": "image"}, and a content without images a text."""
-    images = row.get("images")
-    check_types(row, {"images": list | tuple}, name)
+    images = row.get("images") or []
     if images:
-        with refusing(name):
-            row["images"] = [
-                image if isinstance(image, (bytes, str, Path, dict)) else load_image(image)
-                for image in images
-            ]
+        row["images"] = [
+            image if isinstance(image, (bytes, str, Path, dict)) else load_image(image)
+            for image in images
+        ]
     n_placeholders = 0
     for message in row["prompt"]:
         parts = message.get("content")
@@ -248,22 +220,15 @@ def _check_images(row, name):
             ]
         if not isinstance(parts, (list, tuple)):
             continue
-        texts = []
-        for part in parts:
-            match part:
-                case {"type": "image"}:
-                    n_placeholders += 1
-                case {"type": "text", "text": str(text)}:
-                    texts.append(text)
-                case _:
-                    raise BadInput(
-                        f"{name}: a part of a message is {{'type': 'image'}} or "
-                        f"{{'type': 'text', 'text': ...}}, not {part!r:.80}"
-                    )
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        n_images = [part["type"] for part in parts].count("image")
+        if len(texts) + n_images < len(parts):
+            raise ValueError(f"a part of a message is neither text nor image: {parts!r:.80}")
+        n_placeholders += n_images
         # Templates of text models know no parts.
-        message["content"] = parts if len(texts) < len(parts) else "".join(texts)
-    need(
-        n_placeholders == len(images or ()),
-        f"{name}: the prompt has {n_placeholders} placeholders of images "
-        f"({{'type': 'image'}} or <image>), its column 'images' {len(images or ())}",
-    )
+        message["content"] = parts if n_images else "".join(texts)
+    if n_placeholders != len(images):
+        raise ValueError(
+            f"the prompt has {n_placeholders} placeholders of images ({{'type': 'image'}} or "
+            f"<image>), its column 'images' {len(images)}"
+        )

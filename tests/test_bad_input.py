@@ -83,16 +83,11 @@ def test_rows(rows, said, tokenizer):
 LOAD = f"def load(split): return [{{'prompt': {CHAT}}}]\n"
 REWARD = "def reward(output, row): return 0\n"
 TASK = LOAD + REWARD
-TOOL = "from agent_loop import *\nclass T(Tool):\n  name, schema = 'x', {}\n"
 TASKS = [
     (None, "no such file"),
     ("def (", "task.py does not import, line 1: SyntaxError"),
     (TASK + "import no_such_module\n", "task.py does not import, line 3: ModuleNotFoundError"),
     (REWARD, "task.py has no function load"),
-    (LOAD + "def reward(output): return 0\n", "reward must take 2 argument"),
-    (TASK + "TOOLS = 5", ""),
-    (TASK + TOOL + "TOOLS = [T]", ""),
-    (TASK + "def bare(x): return x\nTOOLS = [bare]", ""),
     (TASK + "def load(split): return 5", "load"),
     (TASK + "def load(split): raise KeyError('a')", "load"),
 ]

@@ -1,6 +1,5 @@
 """A row's hint: the policy as its own teacher, by the template of the rollout."""
 
-import asyncio
 import json
 from collections import Counter
 from types import SimpleNamespace
@@ -9,13 +8,12 @@ import conftest
 import pytest
 import torch
 from conftest import REPO, TINY, metrics_of, run
-from test_agent_loop import Script, call
 from test_rollout import hf_logprobs, hf_model
 
 import data
-from agent_loop import AgentLoopOutput, BadInput, LoopArgs, render
-from examples import calculator, hints
-from flatrl.hints import require_hints, tell, told_outputs, told_prompt
+from agent_loop import AgentLoopOutput, BadInput, render
+from examples import calculator
+from flatrl.hints import tell, told_outputs, told_prompt
 from flatrl.log import read_rollouts
 from train import Args
 
@@ -54,7 +52,7 @@ def test_a_hint_has_to_fit_into_the_prompt_where_hints_are_told(tokenizer):
         kept(ROW, "opsd", limit - 1)
     untold = ROW | {"prompt": [SYSTEM]}
     assert kept(untold, "grpo", limit) == [untold]
-    said = "row 0: its 'hint' is told after the last message of the prompt"
+    said = "row 0: its 'hint' is told after the prompt's last message"
     with pytest.raises(BadInput, match=said):
         kept(untold, "opsd", limit)
 
@@ -143,53 +141,3 @@ def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
     assert len(replayed) == len(rollouts) and "told" not in data.collate(replayed)
     first = metrics_of(folder)[1]
     assert abs(first["actor/kl"]) > 1e-3 and first["actor/grad_norm"] > 0
-
-
-def test_hints_need_a_hint_or_a_loop_that_may_tell():
-    args = Args(algo="opsd", model="x")
-    require_hints([{}, ROW], calculator, args)
-    require_hints([{}, {"agent_name": "feedback"}], calculator, args)
-    for rows in ([{}, {"hint": None}], [{"agent_name": "single_turn"}]):
-        with pytest.raises(BadInput, match="no training row has a 'hint', and no agent loop is"):
-            require_hints(rows, calculator, args)
-
-
-def test_the_examples_teacher_is_told_where_the_answer_was_wrong(tokenizer):
-    row = data.load_rows(hints, "train")[0]
-    question = row["prompt"][-1]["content"]
-    assert row["hint"] == f"Call {question[8:-1]}."
-    answer = row["reward_model"]["ground_truth"]
-    args = LoopArgs(max_response_tokens=200)
-    for said, is_told in ((answer, False), ("0", True)):
-        engine = Script(tokenizer, [f"<answer>{said}</answer>"])
-        loop = hints.Feedback(engine, tokenizer, None, hints, args)
-        (output,) = asyncio.run(loop.run({}, **row))
-        tell(output, row | {"validate": False}, loop)
-        told = tokenizer.decode(output.extra["told_prompt_ids"])
-        plain = tokenizer.decode(output.prompt_ids)
-        assert (row["hint"] in told) == is_told and (told == plain) == (not is_told)
-
-
-def test_the_examples_teacher_is_told_what_a_right_sibling_called(tokenizer):
-    """Nobody waits for a rollout that fails."""
-    row = data.load_rows(hints, "train")[0] | {"step": 0, "index": 0, "validate": False}
-    number = row["reward_model"]["ground_truth"]
-    answer = f"<answer>{number}</answer>"
-    played = [["<answer>0</answer>"], [call(expression=f"{number}+0"), answer], [answer], []]
-
-    async def group(**flags) -> list:
-        args = Args(model="x", max_model_len=400, max_response_tokens=200, **flags)
-        loops = [
-            hints.Siblings(Script(tokenizer, turns), tokenizer, None, hints, args)
-            for turns in played
-        ]
-        runs = [loop.run({}, **row) for loop in loops]
-        return await asyncio.gather(*runs, return_exceptions=True)
-
-    *outputs, error = asyncio.run(group())
-    assert isinstance(error, Exception)
-    first, *others = [output.extra["told_prompt_ids"] for (output,) in outputs]
-    assert f"Call {number}+0." in tokenizer.decode(first)
-    assert others == [outputs[0][0].prompt_ids] * 2
-    assert not hints.GROUPS
-    assert all("--deterministic" in str(error) for error in asyncio.run(group(deterministic=True)))

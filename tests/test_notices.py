@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from conftest import run
-from PIL import Image
 from test_data import make_output
 
 from agent_loop import BadInput
@@ -103,10 +102,8 @@ def test_a_high_learning_rate_for_a_large_model(flags, n_parameters, is_high):
 
 @pytest.mark.parametrize("row, named", [
     (row_of([{"type": "image"}], images=["a.png"], image=b"x"), None),
-    (row_of("hi", video=None, photo="a.png"), None),
-    (row_of("hi", photo=[{"bytes": b"x", "path": None}]), "column 'photo'"),
-    (row_of("hi", image=Image.new("RGB", (1, 1))), "column 'image'"),
-    (row_of("<video> <image>", videos=["a.mp4"]), "<image>, <video>, column 'videos'"),
+    (row_of("hi", video=None), None),
+    (row_of("hi", image=b"x", videos=["a.mp4"]), "image, videos"),
 ])  # fmt: skip
 def test_images_and_videos_that_the_policy_does_not_see_are_named(log, row, named):
     said = f"the policy does not see what the training rows hold as {named}: --image_key names"

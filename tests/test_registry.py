@@ -60,7 +60,7 @@ def test_a_parameter_that_nothing_fills_is_refused(register):
 def test_names_are_checked_once_the_task_is_loaded():
     args = Args(adv_estimator="mine", policy_loss="own", group_size=1, gamma=0.25)
     check_args(args)  # before that, "mine" may use any flag
-    with pytest.raises(BadInput, match="--adv_estimator mine: choose from gae, gae_bootstrap"):
+    with pytest.raises(BadInput, match="--adv_estimator mine: choose from gae, reinforce_pp"):
         check_registered(args)
     estimator("mine")(lambda rewards: rewards)
     with pytest.raises(BadInput, match="--policy_loss own: choose from ppo, gspo, gmpo, cispo"):

@@ -417,7 +417,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(algo="rloo", group_size=1), "--adv_estimator rloo compares the"),
     (dict(algo="ppo", group_size=1, max_gen_batches=2), "--max_gen_batches above 1"),
     (dict(algo="opd"), "--reward_coef 0 (--algo opd) learns from the KL to a teacher"),
-    (dict(rollout_correction="tis:0:2"), "tis:0:2: must be KIND, KIND:HIGH or"),
+    (dict(rollout_correction="tis:0:2"), "tis:0:2: tis has no such bounds"),
     (dict(algo="gspo", rollout_correction="bypass"), "bypass is for --policy_loss ppo, not gspo"),
     (dict(agent_args='{"tool_timeot": 3}'), "--agent_args: tool_timeot is not one of"),
     (dict(agent_args='{"tool_timeout": "x"}'), "tool_timeout must be a float, got 'x'"),
