@@ -72,7 +72,7 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
     needs: names of functions that it must define. Raises BadInput if it can't be imported, or
     does not define them."""
     file = Path(path)
-    need(file.is_file() and file.suffix == ".py", f"--task {path}: no such file NAME.py")
+    need(file.is_file() and file.suffix == ".py", f"--task {path}: no such Python file")
     name = f"task_{file.stem}"
     spec = spec_from_file_location(name, file)
     module = module_from_spec(spec)

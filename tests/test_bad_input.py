@@ -84,7 +84,7 @@ LOAD = f"def load(split): return [{{'prompt': {CHAT}}}]\n"
 REWARD = "def reward(output, row): return 0\n"
 TASK = LOAD + REWARD
 TASKS = [
-    (None, "no such file"),
+    (None, "no such Python file"),
     ("def (", "task.py does not import, line 1: SyntaxError"),
     (TASK + "import no_such_module\n", "task.py does not import, line 3: ModuleNotFoundError"),
     (REWARD, "task.py has no function load"),

@@ -508,7 +508,7 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
 def test_command_line_shows_one_line_and_exits_with_2(cache, tmp_path):
     for flags, said in (
         (["--lrr", "1"], "unknown flag --lrr: did you mean --lr?"),
-        (["--task", "nothing.py"], "--task nothing.py: no such file"),
+        (["--task", "nothing.py"], "--task nothing.py: no such Python file"),
     ):
         printed = run(*flags, cache=cache, code=2)
         assert printed.splitlines()[1:] == [f"train.py: error: {said}"]
