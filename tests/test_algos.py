@@ -1,14 +1,14 @@
-"""Between losses.py and the optimiser: presets, shaped rewards, estimators, objectives."""
+"""Between losses.py and the optimiser: presets, shaped rewards, estimators, objectives; those of a
+task file too."""
 
 import math
 import re
-from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import OUR_PRESETS, batch_with_rewards, output_of, rewards_of_tokens
+from conftest import OUR_PRESETS, REPO, batch_with_rewards, output_of, rewards_of_tokens
 
 import data
 import losses
@@ -107,35 +107,109 @@ def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
     return train.estimate_advantages(batch, rollouts, args, {}), batch
 
 
-# End to end, with an empty column before each turn, the longest of the 4 units has 8 places.
-@pytest.mark.parametrize("function, said", [
-    # A number for each of the 5 outputs would be read for other units.
-    (lambda: torch.zeros(5), "mine gives advantages of the shape (5,): must be finite"),
-    (lambda: torch.zeros(4, 10), "for each unit, (N,) = (4,), or for each token, (N, S) = (4, 8)"),
-    (lambda rewards: rewards.where(rewards > 0, math.nan), "must be finite"),
-    (lambda rewards: rewards.tolist(), "gives advantages of the type list: must be"),
-    (lambda values: values, "asks for values: must return a tuple"),
-    (lambda values: (values, values[0]), "gives returns of the shape (8,): must be"),
-])  # fmt: skip
-def test_advantages_of_another_shape_or_not_finite_are_refused(function, said, registries):
-    losses.estimator("mine")(function)
-    with pytest.raises(BadInput, match=re.escape(said)):
-        estimated(adv_estimator="mine")
-
-
-def test_advantages_where_nothing_was_sampled_may_be_garbage(registries):
+def test_results_of_an_estimator_are_checked(registries):
+    """A number for each of the 5 outputs would be read for other units. Where nothing was sampled,
+    garbage does no harm."""
     losses.estimator("mine")(lambda mask: mask.masked_fill(mask == 0, math.inf))
     close(estimated(adv_estimator="mine")[0], MASK)
-
-
-def test_a_state_that_no_checkpoint_could_keep_is_refused(registries):
-    @losses.estimator("mine")
-    def mine(rewards, state):
-        state["baselines"] = defaultdict(lambda: 0.0)
-        return rewards
-
+    for function in lambda: torch.zeros(5), lambda rewards: rewards.where(rewards > 0, math.nan):
+        losses.estimator("mine")(function)
+        with pytest.raises(BadInput, match="--adv_estimator mine gives advantages of the shape"):
+            estimated(adv_estimator="mine")
+    losses.estimator("mine")(lambda state: state.update(function=lambda: 0))
     with pytest.raises(BadInput, match="^--adv_estimator mine: checkpoints can't save its `state`"):
         estimated(adv_estimator="mine")
+
+
+def test_an_estimator_gets_what_its_parameters_name(registries):
+    got = {}
+
+    @losses.estimator("spy")
+    def spy(
+        rewards, groups, lengths, mask, token_rewards, baselines, states, parts, logprobs_old,
+        logprobs_rollout, args, more=7,
+    ):  # fmt: skip
+        got.update(locals())
+        return rewards
+
+    old = torch.where(MASK.bool(), 2.0, math.nan)
+    greedy = output(4, 0, "1", 9.0)
+    advantages, _ = estimated([greedy], adv_estimator="spy", turn_discount=0.5, logprobs_old=old)
+    close(advantages[:, 1], torch.tensor([1.5, -2.75, -2.75, 0.0, 0.0]))  # one output lacks it
+    close(got["rewards"], REWARDS)
+    close(got["token_rewards"].sum(1), REWARDS)
+    close(got["baselines"], torch.tensor([math.nan, math.nan, 9, 9]), equal_nan=True)
+    assert got["groups"].tolist() == [0, 0, 4, 4]
+    assert got["lengths"].tolist() == got["mask"].sum(1).tolist() == [4, 5, 1, 7]
+    assert len(got["states"]) == 6  # 2, 2, 1 and 1 turns
+    assert list(got["parts"]) == ["acc"]  # without the score, which is the outcome
+    missing = [math.nan] * 2
+    close(got["parts"]["acc"], torch.tensor([*missing, 1, math.nan]), equal_nan=True)
+    close(got["logprobs_rollout"], -got["mask"])
+    close(got["logprobs_old"], 2 * got["mask"])
+    assert got["args"].turn_discount == 0.5 and got["more"] == 7
+
+
+def test_an_objective_gets_clean_inputs_and_its_garbage_at_mask_0_does_not_count(registries):
+    got = {}
+
+    @losses.objective("mine")
+    def mine(ratio, entropy, advantages, mask, clip_high, clip_c, args):
+        got.update(locals())
+        loss = -advantages * ratio**2 - args * entropy
+        stats = {"bound": torch.full_like(ratio, clip_high * clip_c), "clipfrac": ratio > 1}
+        return loss + torch.where(mask, 0, math.nan), stats
+
+    logprobs = torch.tensor([[-1, math.nan, -2]]).requires_grad_()
+    logprobs_old = torch.tensor([[-2, math.nan, -2]])
+    advantages = torch.tensor([[3, math.nan, -1]])
+    entropy = torch.tensor([[0.5, math.nan, 1]]).requires_grad_()
+    loss, stats = losses.policy_loss(
+        "mine", logprobs, logprobs_old, advantages, torch.tensor([[1, 0, 1]]),
+        clip_low=0.2, clip_high=0.5, clip_c=3.0, entropy=entropy, args=0.1,
+    )  # fmt: skip
+    assert got["entropy"].tolist() == [[0.5, 0, 1]]
+    close(loss, torch.tensor([[-3 * math.e**2 - 0.05, 0, 1 - 0.1]]))
+    grads = torch.autograd.grad(loss.sum(), [logprobs, entropy])
+    close(grads[0], torch.tensor([[-6 * math.e**2, 0, 2]]))
+    close(grads[1], torch.tensor([[-0.1, 0, -0.1]]))
+    assert stats["bound"].tolist() == [[1.5, 0, 1.5]]
+    assert stats["clipfrac"].tolist() == [[1, 0, 0]]
+
+
+def test_the_example_of_the_docs(registries):
+    page = (REPO / "docs/algorithms.md").read_text()
+    (code,) = re.findall(r"```python\n(from losses import estimator.*?)```", page, re.DOTALL)
+    exec(code, {})
+    advantages, _ = estimated(adv_estimator="median")
+    assert advantages[:, 1].tolist() == [2.125, -2.125, -2.125, 0, -1.0]
+    ratio = torch.tensor([[1.5, 1.5, 0.5]])
+    ones = torch.ones_like(ratio)
+    columns = ratio.log(), 0 * ones, torch.tensor([[1.0, -1, 1]]), ones
+    args = Args(clip_high=0.25)
+    loss, _ = losses.policy_loss("upper", *columns, clip_high=0.25, entropy=ones, args=args)
+    close(loss, torch.tensor([[-0.625, 0.625, -0.25]]))
+
+
+@pytest.mark.parametrize("function, scored", [
+    (lambda entropy: entropy, {"logprobs_old", "entropy"}),
+    (lambda logprobs_old: logprobs_old, {"logprobs_old"}),
+    (lambda versions: versions, set()),
+])  # fmt: skip
+def test_the_policy_scores_the_batch_first_if_the_estimator_asks(
+    function, scored, registries, monkeypatch
+):
+    losses.estimator("mine")(function)
+    scores = {name: MASK for name in ("logprobs", "entropy")}
+    monkeypatch.setattr(
+        train, "score_tokens", lambda net, batch, args, names: {x: scores[x] for x in names}
+    )
+    batch = data.make_batch(OUTPUTS)
+    before = set(batch)
+    run = SimpleNamespace(args=Args(adv_estimator="mine"), policy=SimpleNamespace(net=None))
+    run.clock, run.reference, run.critic = Clock(), None, None
+    train.score_batch(run, batch, 0)
+    assert set(batch) - before == scored
 
 
 def test_remax_subtracts_the_greedy_reward_and_a_missing_one_teaches_nothing():
@@ -188,6 +262,13 @@ def test_a_turns_state_is_what_the_reward_function_gave_or_its_index():
     assert alike(outputs, turns) == [0, 1, 2, 0, 1, 5, 6]
     with_states(outputs, ["a", "b"], ["a"], [["b", 1], "a"], ["a"], ["a"])
     assert alike(outputs, turns) == [0, 1, 0, 3, 0, 5, 6]
+    # Compared by value: a repr leaves out most of a large array.
+    one, other = np.zeros(5000), np.zeros(5000)
+    other[2500] = 1
+    states = [one, {"map": other}, one.copy(), {"map": one}, {"bag": {0, 8}}, {"bag": {8, 0}}]
+    outputs = [output(0, sample, "1", 0.0) for sample in range(6)]
+    with_states(outputs, *([state] for state in states))
+    assert alike(outputs, [1] * 6) == [0, 1, 0, 3, 4, 4]
 
 
 def test_labels_of_groups_and_states_are_those_of_every_process():
@@ -196,18 +277,6 @@ def test_labels_of_groups_and_states_are_those_of_every_process():
     assert data.by_unit(outputs).groups.tolist() == [4, 2310197171976935481]
     states = [9092150298046456778, 598733532630662138]
     assert data.turn_states(outputs, [1, 1]).tolist() == states
-
-
-def test_states_are_compared_by_value():
-    """A repr leaves out most of a large array. The order of a dict or set does not count."""
-    one, other = np.zeros(5000), np.zeros(5000)
-    other[2500] = 1
-    bag = {"bag": {0, 8}, "at": one}
-    states = [one, {"map": torch.tensor(other)}, one.copy(), {"map": other}, {"map": one}]
-    states += [bag, {"at": one.copy(), "bag": {8, 0}}, bag | {"at": other}, bag | {"bag": {0}}]
-    outputs = [output(0, sample, "1", 0.0) for sample in range(9)]
-    with_states(outputs, *([state] for state in states))
-    assert alike(outputs, [1] * 9) == [0, 1, 0, 1, 4, 5, 5, 7, 8]
 
 
 def test_whitening_is_over_the_tokens_of_the_batch():

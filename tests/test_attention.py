@@ -108,7 +108,7 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(
             assert difference <= 2e-5 * gradients[name].norm() + 1e-6 * whole, name
 
 
-def test_a_head_that_is_more_than_a_product_is_refused(tmp_path, process_group, monkeypatch):
+def test_heads_that_are_more_than_a_product_are_refused(tmp_path, process_group, monkeypatch):
     data.register_packed_attention()
     saved(tmp_path, "granite")
     forward = GraniteForCausalLM.forward
@@ -121,9 +121,6 @@ def test_a_head_that_is_more_than_a_product_is_refused(tmp_path, process_group, 
     monkeypatch.setattr(GraniteForCausalLM, "forward", sharper)
     with pytest.raises(BadInput, match="makes logits in a way that token_logprobs doesn't impl"):
         train.Policy(train.Args(model=str(tmp_path)))
-
-
-def test_a_head_with_a_bias_is_refused(tmp_path, process_group):
     saved(tmp_path, "gptj", n_embd=32, n_head=4, n_layer=1, rotary_dim=4)
     with pytest.raises(BadInput, match="has a bias in its output head"):
         train.Policy(train.Args(model=str(tmp_path)))

@@ -91,11 +91,6 @@ def test_calls_in_a_prompt_get_one_form():
 
 
 def test_rows_are_numbered_and_get_the_system_prompt():
-    no_rows = data.load_rows(SimpleNamespace(load=lambda split: []), "val")
-    assert no_rows == data.filter_overlong([], None, None, None) == []  # nothing is evaluated
-    task = SimpleNamespace(load=lambda split: [{"prompt": HELLO, "split": split}])
-    assert data.load_rows(task, "val") == [{"index": 0, "prompt": HELLO, "split": "val"}]
-
     own = [{"role": "system", "content": "Be long."}, *HELLO]
     filled = [{"role": "user", "content": "hello", "tool_calls": None}]  # as parquet does
     source = [
@@ -110,15 +105,8 @@ def test_rows_are_numbered_and_get_the_system_prompt():
     brief = [BRIEF, *HELLO]
     assert [row["prompt"] for row in rows] == [brief, own, brief, brief]
     assert source == before  # the task's rows stay as they are
-
-
-def test_any_column_may_be_the_prompt():
-    source = [{"prompt": HELLO, "question": "why?", "messages": HELLO * 3}]
-    why = [{"role": "user", "content": "why?"}]
-    for key, prompt in (("question", why), ("messages", HELLO * 3)):
-        assert rows_of(source, key=key) == [{"index": 0, **source[0], "prompt": prompt}]
-    with pytest.raises(BadInput, match="no column 'x': give --prompt_key"):
-        rows_of(source, key="x")
+    [row] = rows_of([{"prompt": HELLO, "question": "why?"}], key="question")
+    assert row["prompt"] == [{"role": "user", "content": "why?"}]
 
 
 def test_a_prompt_may_be_empty_where_an_interaction_speaks_first(tokenizer):
@@ -208,14 +196,13 @@ def test_an_overlong_prompt_is_cut(tokenizer, side, kept):
     assert second["prompt"] == chats[1]  # it fits
 
 
-@pytest.mark.parametrize("side", ["left", "middle", "right"])
-def test_a_prompt_that_no_cut_makes_shorter_is_left_out(tokenizer, side):
+def test_a_prompt_that_no_cut_makes_shorter_is_left_out(tokenizer):
     """Half a character may take more tokens than the whole one."""
     chats = [[{"role": "user", "content": "é漢🙂" * 5}], [{"role": "user", "content": "a"}]]
     most = rendered(tokenizer, chats[0])
     n_left = set()
     for limit in range(most - 32, most):
-        args = Args(max_prompt_tokens=limit, prompt_truncate_side=side)
+        args = Args(max_prompt_tokens=limit, prompt_truncate_side="middle")
         rows = [{"prompt": chat} for chat in copy.deepcopy(chats)]
         left = data.filter_overlong(rows, tokenizer, SimpleNamespace(), args)
         assert all(rendered(tokenizer, row["prompt"]) <= limit for row in left)

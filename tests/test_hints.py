@@ -1,20 +1,20 @@
 """A row's hint: the policy as its own teacher, by the template of the rollout."""
 
-import json
-from collections import Counter
 from types import SimpleNamespace
 
 import conftest
 import pytest
 import torch
-from conftest import REPO, TINY, metrics_of, run
 from test_rollout import hf_logprobs, hf_model
 
 import data
+import losses
+import train
 from agent_loop import AgentLoopOutput, BadInput, render
 from examples import calculator
 from flatrl.hints import tell, told_outputs, told_prompt
-from flatrl.log import read_rollouts
+from flatrl.metrics import Clock
+from rollout import Rollouts
 from train import Args
 
 SYSTEM = {"role": "system", "content": "Add."}
@@ -87,57 +87,27 @@ def test_the_told_outputs_are_those_that_were_graded(tokenizer):
     assert told_outputs([outputs[1]]) == [] and "told" not in data.collate([outputs[1]])
 
 
-TOLD_TASK = f"""
-import sys; sys.path.insert(0, {str(REPO / "tests")!r})
-import tiny_task
-from agent_loop import register
-from tiny_task import TwoTurns, build_model, reward
-
-@register("told_turns")
-class ToldTurns(TwoTurns):
-    async def run(self, sampling_params, **row):
-        output = await super().run(sampling_params, **row)
-        if row["index"] % 4 == 2:
-            output.extra["told_prompt_ids"] = [*output.prompt_ids, 7, 8]
-        return output
-
-def load(split):
-    rows = enumerate(tiny_task.load(split))
-    return [r | {{"hint": "Say 7." if i % 2 else None}} for i, r in rows]
-"""
-
-
-def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
-    """Advantages are log pi(token | told) - log pi(token), and no reference model is loaded.
-
-    Half of the rows have a hint. The agent loop tells the teacher of others two more tokens."""
-    (tmp_path / "told.py").write_text(TOLD_TASK)
-    folder = tmp_path / "run"
-    flags = ["--algo", "opsd", "--num_steps", "2", "--eval_every", "0", "--max_prompt_tokens", "48"]
-    flags += ["--agent", "told_turns"]
-    run(*TINY, "--task", tmp_path / "told.py", *flags, "--output_dir", folder, cache=cache)
-    model = hf_model(json.loads((folder / "args.json").read_text())["args"]["model"])
-    rollouts, updates = (
-        [json.loads(line) for line in (folder / kind / "step_000001.jsonl").open()]
-        for kind in ("rollouts", "learned")
-    )
-    told_by = Counter()
-    for line, update in zip(rollouts, updates, strict=True):
-        sampled = torch.tensor(line["response_mask"]).bool()
-        told = line["extra"].get("told_prompt_ids", line["prompt_ids"])
+def test_advantages_are_what_the_hint_makes_likelier(tiny_model, process_group):
+    """log pi(token | told) - log pi(token), by the policy itself; 0 where nothing was told."""
+    data.register_packed_attention()
+    args = Args(model=tiny_model, algo="opsd", tokens_per_micro_batch=100)
+    net = train.Policy(args)
+    outputs = []
+    for prompt, told in enumerate(([1, 2, 3, 9], None, [1, 2, 4])):
+        outputs.append(output_of([1, 2], prompt=prompt))
+        if told:
+            outputs[-1].extra["told_prompt_ids"] = told
+    batch = data.make_batch(outputs)
+    run = SimpleNamespace(args=args, policy=SimpleNamespace(net=net), reference=net, critic=None)
+    run.clock, run.kl = Clock(), losses.AdaptiveKL(args.kl_coef)
+    train.score_batch(run, batch, 0)
+    train.set_token_rewards(run, batch, 0)
+    advantages = train.estimate_advantages(batch, Rollouts(outputs=outputs), args)
+    model = hf_model(tiny_model)
+    for output, advantage in zip(outputs, advantages):
+        told = output.extra.get("told_prompt_ids", output.prompt_ids)
         plain, hinted = (
-            hf_logprobs(model, prompt, line["response_ids"])[sampled]
-            for prompt in (line["prompt_ids"], told)
+            hf_logprobs(model, prompt, output.response_ids) for prompt in ([1, 2], told)
         )
-        advantage = torch.tensor(update["advantage"]).expand(len(plain))
         torch.testing.assert_close(advantage, hinted - plain, atol=2e-5, rtol=0)
-        is_told = "told_prompt_ids" in line["extra"]
-        assert is_told == bool(advantage.abs().max() > 1e-4)
-        if is_told:
-            told_by["loop" if told[-2:] == [7, 8] else "hint"] += 1
-    assert min(told_by["loop"], told_by["hint"]) > 0 and told_by.total() < len(rollouts)
-    # Another teacher is told nothing.
-    replayed, _ = read_rollouts(folder / "rollouts/step_000001.jsonl", 10**6)
-    assert len(replayed) == len(rollouts) and "told" not in data.collate(replayed)
-    first = metrics_of(folder)[1]
-    assert abs(first["actor/kl"]) > 1e-3 and first["actor/grad_norm"] > 0
+        assert (told == [1, 2]) == bool(advantage.abs().max() < 1e-4)

@@ -1,11 +1,9 @@
 """A unit, which shares one reward, weighs one: however many outputs it is cut into."""
 
 import asyncio
-import concurrent.futures
 import contextlib
 import random
 import signal
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -204,46 +202,27 @@ def test_the_tasks_reward_is_asked_once_for_each_unit_without_one():
 
 
 def test_what_a_unit_can_not_have_is_refused():
-    said = "output 0 of a rollout has the reward 0.5, but its unit '' gets that of its last"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match="output 0 of a rollout has the reward 0.5, but its unit"):
         graded(played(0, 0, 0, 0.5), played(0, 0, 1, 1.0))
     assert graded(played(0, 0, 0, 0.5), played(0, 0, 1, 0.5)) == [0.5, 0.5]
     with pytest.raises(ValueError, match="unit 'a' are in the groups '' and 'b': a unit has one"):
         graded(played(0, 0, 0, 1.0, "a"), played(0, 0, 1, 1.0, "a", "b"))
-    with pytest.raises(ValueError, match="must be texts"):
-        played(0, 0, 0, unit=3)
 
 
 @pytest.mark.parametrize("name, arguments", [
     ("signal", (signal.SIGALRM, print)),
-    ("alarm", (1,)),
     ("setitimer", (signal.ITIMER_REAL, 0.1)),
 ])  # fmt: skip
 def test_a_reward_that_hides_its_use_of_signals_fails(name, arguments):
-    """Also in a thread. An alarm there would end this process."""
+    """An alarm off the main thread would end this process."""
 
     def reward(output, row):
         with contextlib.suppress(Exception):
             getattr(signal, name)(*arguments)
         return 1.0
 
-    async def in_a_pool(output, row):
-        return await asyncio.to_thread(reward, output, row)
-
-    def in_its_own_pool(output, row):
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            return pool.submit(reward, output, row=row).result()
-
-    line = reward.__code__.co_firstlineno + 2
-    for grader in reward, in_a_pool, in_its_own_pool:
-        with pytest.raises(RuntimeError) as error:
-            graded(played(0, 0, 0, None), reward=grader)
-        said = f"the reward calls signal.{name} in {__file__}, line {line}: signals work in"
-        assert str(error.value).startswith(said)
-    with pytest.warns(UserWarning, match=f"signal.{name} fails here"):
-        thread = threading.Thread(target=reward, args=[None, None])
-        thread.start()
-        thread.join()
+    with pytest.raises(RuntimeError, match=f"signal.{name}"):
+        graded(played(0, 0, 0, None), reward=reward)
 
 
 def test_a_unit_without_a_sampled_token_counts_in_its_groups_mean():
