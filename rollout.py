@@ -26,7 +26,6 @@ import functools
 import itertools
 import json
 import math
-import pickle
 import sys
 import threading
 import time
@@ -34,7 +33,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from types import ModuleType
@@ -45,11 +43,9 @@ import torch.distributed as dist
 
 import data
 from agent_loop import (
-    RESPONSE_LISTS,
     AgentLoopBase,
     AgentLoopOutput,
     BadInput,
-    FunctionTool,
     TokenOutput,
     agent_loop_class,
     as_number,
@@ -57,14 +53,11 @@ from agent_loop import (
     checked_number,
     expand,
     in_time,
-    numeric_entries,
 )
 from flatrl.bad_input import (
     BadReward,
     NothingLeft,
     check_ids,
-    check_numbers,
-    check_output,
     describe_error,
     need,
     refusing,
@@ -178,7 +171,6 @@ class Engine:
         # Only the main thread uses these.
         self.running = {}  # call_id -> request that vLLM has
         self.statistics = Counter()  # sums since the engine was built: see Rollouts
-        self.memory = {}  # state -> `memory()` at the last transition to it
         self.state = "awake"
         self.sleep()  # frees the memory until the first sync
 
@@ -189,17 +181,11 @@ class Engine:
         if self.state != state:
             raise RuntimeError(f"the engine is {self.state!r}, this call needs {state!r}")
 
-    def _become(self, state):
-        """Sets the state, and records the memory in use now for the step's metrics."""
-        self.state = state
-        self.memory[state] = memory()
-
     def wake_weights(self):
         """Maps the weights' memory. What the weights hold is undefined until `load_weights`.
 
         Raises BadInput, on all ranks, if the trainer leaves the engine too little of a GPU."""
         self._require("asleep")
-        self.memory["before_wake"] = memory()
         if torch.cuda.is_available():
             from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -211,7 +197,7 @@ class Engine:
                 f"{free / 1e9:.1f}: lower --gpu_memory_utilization, or give --offload all",
             )
         self.core.wake_up(tags=["weights"])
-        self._become("weights")
+        self.state = "weights"
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int):
@@ -229,7 +215,7 @@ class Engine:
         with set_current_vllm_config(config):
             self.llm.apply_model(lambda model: load_into(model, named_tensors, config.model_config))
         self.version = version
-        self._become("synced")
+        self.state = "synced"
 
     def forget_prompts(self):
         """Empties the caches of prompts and of images, as sleep does. No request may be running."""
@@ -241,7 +227,7 @@ class Engine:
         self._require("synced")
         self.core.wake_up(tags=["kv_cache"])
         self.poked = False  # an earlier rollout may have left it set
-        self._become("awake")
+        self.state = "awake"
 
     def sleep(self, level: int = 2, keep: bool = False):
         """Frees the memory of the KV cache and of the weights, and empties the prefix cache.
@@ -257,13 +243,12 @@ class Engine:
                 raise RuntimeError(
                     f"{len(self.requests)} requests are unfinished: end the rollout first"
                 )
-        self.memory["before_sleep"] = memory()
         if keep:
             self.mark_versions()
         else:  # no trajectory is running
             self.calls.clear()
         self.core.sleep(level, "keep" if keep else "abort")
-        self._become("asleep")
+        self.state = "asleep"
 
     def mark_versions(self):
         """Records for each unfinished request which of its tokens the current weights sampled.
@@ -308,7 +293,7 @@ class Engine:
         invalid, or if vLLM refuses the request (a prompt longer than the window, a bad sampling
         parameter)."""
         prompt_ids = list(prompt_ids)
-        check_ids(prompt_ids, self.vocab_size, "prompt_ids")
+        check_ids(prompt_ids, self.vocab_size)
         turn = self.calls[request_id]
         self.calls[request_id] += 1
         # Agent loops give a smaller max_tokens. Without any, vLLM would stop after 16 tokens.
@@ -517,8 +502,8 @@ class Rollouts:
         trained    without greedy, filtered          what the update learns from
         compared   without all three                 those whose rewards give advantages
     errors: a dict for each rollout that failed, with its `describe_error`.
-    statistics: sums over the engines: "tokens" sampled, "prompt_tokens" of all calls,
-    "cached_tokens" among those, and "loop_s", the CPU seconds of the background threads."""
+    statistics: sums over the engines: "tokens" sampled, "prompt_tokens" of all calls, and
+    "cached_tokens" among those."""
 
     outputs: list[AgentLoopOutput] = field(default_factory=list)
     errors: list[dict] = field(default_factory=list)
@@ -599,13 +584,11 @@ class Rollouts:
             "timing/idle_s": self.idle_s,  # one number for each engine
             "throughput/tokens_per_s": total["tokens"] / self.seconds,
             "throughput/idle_share": fmean(self.idle_s) / self.seconds,
-            "throughput/loop_share": total["loop_s"] / len(self.idle_s) / self.seconds,
             "throughput/prefix_cache_hit_rate": total["cached_tokens"]
             / max(1, total["prompt_tokens"]),
         }
-        for state, figures in engine.memory.items():
-            for where, gb in figures.items():
-                metrics[f"memory/{state}_{where}_gb"] = gb
+        for where, gb in memory().items():
+            metrics[f"memory/{where}_gb"] = gb
         return metrics
 
     def group_metrics(self) -> dict:
@@ -699,18 +682,14 @@ class Session:
 
     Calls go out under the rollout's own name, so that sampling seeds depend on (seed, step,
     prompt, sample, turn) alone. The request_id that a loop passes is ignored: verl's loops draw a
-    random one.
-
-    stop_token_ids: those of --sampling_args. They end a turn, but the agent loop does not see
-    them, because they are not the template's end-of-turn tokens."""
+    random one."""
 
     engine: Engine | Demonstration | None  # None once the loop is over
     name: str
-    stop_token_ids: Sequence[int] = ()
     generate_s: float = 0.0  # seconds spent in calls
     callers: set = field(default_factory=set)  # the tasks that await a call now
 
-    async def generate(self, *, request_id: str, sampling_params: dict, **call) -> TokenOutput:
+    async def generate(self, *, request_id: str, **call) -> TokenOutput:
         """Samples one turn, as Engine.generate does.
 
         Raises RuntimeError once the agent loop is over, because the engine may sleep by then."""
@@ -719,16 +698,11 @@ class Session:
                 "the rollout is over, and a reward has no engine: let the agent "
                 "loop judge, while the engine is awake"
             )
-        if self.stop_token_ids:
-            stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
-            sampling_params = {**sampling_params, "stop_token_ids": stops}
         started = time.perf_counter()
         caller = asyncio.current_task()
         self.callers.add(caller)
         try:
-            return await self.engine.generate(
-                request_id=self.name, sampling_params=sampling_params, **call
-            )
+            return await self.engine.generate(request_id=self.name, **call)
         finally:
             self.callers.discard(caller)
             self.generate_s += time.perf_counter() - started
@@ -743,34 +717,29 @@ class Session:
 async def run_agent_loop(
     context: Context, member: Member, row: dict, sampling: dict
 ) -> list[AgentLoopOutput]:
-    """Runs the agent loop of a row. Returns its outputs, checked and completed.
+    """Runs the agent loop of a row. Returns its outputs, with their place in the batch in `extra`.
 
     row: a copy, to which columns are added and which the loop may change. sampling: vLLM's
-    parameters. Raises whatever the loop raises, and ValueError or TypeError for an output that
-    can't be trained."""
+    parameters. Raises whatever the loop raises, TypeError if it returns anything but outputs, and
+    ValueError for token ids or images that the model does not have."""
     args = context.args
     engine = context.engine
     row |= {"step": member.step, "rollout_n": member.sample, "validate": member.validate}
-    session = Session(engine, member.name, stop_token_ids=sampling.get("stop_token_ids", ()))
+    session = Session(engine, member.name)
     loop_class = agent_loop_class(row, context.task, args)
     loop = loop_class(session, context.tokenizer, context.processor, context.task, args)
 
-    # A copy, because the loop may change its parameters: add a stop, for example. The stops of
-    # --sampling_args are not in it: the session adds them.
+    # A copy, because the loop may change its parameters: add a stop, for example.
     sampling_params = copy_containers({**sampling, "stop_token_ids": engine.stop_token_ids})
     if sampling_params.get("ignore_eos"):
         sampling_params["stop_token_ids"] = []  # vLLM would still end there
     if member.is_greedy:
         sampling_params["temperature"] = 0.0
 
-    oldest_version = engine.version
-    demonstration = None
-    if member.demonstration:
-        oldest_version = -1
-        turns = list(member.demonstration)
+    turns = list(member.demonstration)
+    if turns:
         # It needs the loop, which was built with the session. So it takes the engine's place now.
-        demonstration = Demonstration(turns, loop, set(engine.stop_token_ids))
-        session.engine = demonstration
+        session.engine = Demonstration(turns, loop, set(engine.stop_token_ids))
 
     # Tool and chat agents end at trajectory_timeout by themselves, and keep their tokens. They may
     # take four more tool timeouts: for a call under way, calc_reward, release and finalize. Then
@@ -783,15 +752,17 @@ async def run_agent_loop(
     finally:
         session.close()
         print_tool_exceptions(loop)
-    if demonstration and demonstration.turns:
-        n = len(demonstration.turns)
-        raise ValueError(f"the agent loop ended with {n} turns left to demonstrate")
+    if turns:
+        raise ValueError(f"the agent loop ended with {len(turns)} turns left to demonstrate")
 
-    outputs = [
+    outputs = list(returned) if isinstance(returned, list | tuple) else [returned]
+    for segment, output in enumerate(outputs):
+        if not isinstance(output, AgentLoopOutput):
+            name = type(loop).__name__
+            raise TypeError(f"{name}.run returned {output!r:.80}, not an AgentLoopOutput")
+        check_ids(output.prompt_ids + output.response_ids, engine.vocab_size)
+        check_images(output, context.processor)
         complete_output(output, segment, context, member, row)
-        for segment, output in enumerate(checked_outputs(returned, context, loop, oldest_version))
-    ]
-    for output in outputs:
         if args.hints:
             tell(output, row, loop)
         else:  # what a loop has set is not used
@@ -805,52 +776,20 @@ PRINTED_TOOLS = set()  # the tools whose first exception was printed in this pro
 
 
 def print_tool_exceptions(loop: AgentLoopBase):
-    """Prints what tools raised in a loop that has ended: the first of each tool in this process.
-
-    The model has read it, and the rollout went on."""
+    """Prints the first exception of each tool in this process, which the model has read."""
     for name, error in loop.tool_exceptions.items():
-        if name in PRINTED_TOOLS:
-            continue
-        PRINTED_TOOLS.add(name)
-        tool = loop.tools[name]
-        function = tool.function if isinstance(tool, FunctionTool) else tool.execute
-        what = describe_error(error, function).splitlines()[0]
-        print(
-            f"\nthe tool {name!r} raised its first exception, which the model reads: {what}",
-            file=sys.stderr,
-        )
-
-
-def checked_outputs(
-    returned, context: Context, loop: AgentLoopBase, oldest_version: int
-) -> list[AgentLoopOutput]:
-    """Returns what an agent loop returned as a list of outputs.
-
-    oldest_version: of the weights that may have sampled their tokens, -1 for a demonstration.
-    Raises ValueError or TypeError for an output that can't be trained."""
-    engine = context.engine
-    name = type(loop).__name__
-    outputs = [*returned] if isinstance(returned, list | tuple) else [returned]
-    if len(set(map(id, outputs))) < len(outputs):
-        raise ValueError(f"{name}.run returned one output twice")
-    window = context.args.window
-    for output in outputs:
-        if not isinstance(output, AgentLoopOutput):
-            raise TypeError(f"{name}.run returned {type(output)}, not an AgentLoopOutput")
-        check_output(output, engine.vocab_size, oldest_version, engine.version, window)
-        check_images(output, context.processor)
-    return outputs
+        if name not in PRINTED_TOOLS:
+            PRINTED_TOOLS.add(name)
+            what = describe_error(error).splitlines()[0]
+            print(f"\nthe tool {name!r} raised its first exception: {what}", file=sys.stderr)
 
 
 def complete_output(
     output: AgentLoopOutput, segment: int, context: Context, member: Member, row: dict
-) -> AgentLoopOutput:
-    """Returns a copy of an agent loop's output with its prompt, sample and segment in `extra`,
-    and with text and messages.
-
-    The loop may keep the original, and change it."""
-    output = _copy(output)
-    output.extra |= {
+):
+    """Adds prompt, sample and segment to an output's `extra`, and fills in text and messages."""
+    output.extra = {
+        **output.extra,
         "index": row.get("index"),
         "prompt": member.prompt,
         "sample": member.sample,
@@ -864,36 +803,22 @@ def complete_output(
         output.text = context.tokenizer.decode(output.response_ids, skip_special_tokens=True)
     if not output.messages:
         output.messages = [*row["prompt"], {"role": "assistant", "content": output.text}]
-    return output
 
 
 REWARD_FIELDS = ("reward", "turn_rewards", "metrics")  # fields of an output that a reward may write
 
 
-@dataclass
-class Grade:
-    """What became of a rollout's reward."""
+async def grade_rollout(context: Context, outputs: list[AgentLoopOutput], row: dict):
+    """Sets the rewards of a rollout's outputs, see `set_rewards`.
 
-    fields: Sequence[dict] = ()  # for each output, the values of the fields REWARD_FIELDS
-    error: dict | None = None  # if the reward failed: an entry of Rollouts.errors
-    ends_run: bool = False  # whether that is a BadReward
-
-
-async def grade_rollout(context: Context, outputs: list[AgentLoopOutput], row: dict) -> list[dict]:
-    """Computes the rewards of a rollout. Returns the fields REWARD_FIELDS of each output.
-
-    outputs, row: copies, to which the reward function may write whatever it likes. Raises
-    whatever it raises, CallTimeoutError after REWARD_TIMEOUT seconds, and ValueError for a result
-    that can't be used."""
+    row: a copy, which the reward function may change. Raises as `set_rewards` does, and
+    CallTimeoutError after REWARD_TIMEOUT seconds."""
     name = f"the reward of prompt {outputs[0].extra['prompt']}"
     await in_time(name, REWARD_TIMEOUT, set_rewards(context.task, outputs, row))
     if "states" in context.args.estimator_takes:
         # Raises if states and turns differ in number: now, so that it costs this rollout alone.
         batch = data.make_batch(outputs)
         data.turn_states(outputs, data.turns_of_units(batch))
-    graded = [{field: getattr(output, field) for field in REWARD_FIELDS} for output in outputs]
-    pickle.dumps(graded)  # ranks will send it to each other
-    return graded
 
 
 async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dict):
@@ -902,12 +827,11 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
     It is the reward of the unit's last output, if the loop set one. Otherwise the task's reward
     function is called with that output. It may also write to output.turn_rewards and
     output.metrics. Raises ValueError
-      - if a reward is neither a finite number nor a dict with one under "score",
+      - if a reward is not finite, or a turn's reward is at no token,
       - if an earlier output of a unit has another reward, which would be ignored,
       - if a unit is in two groups,
-      - for rewards and metrics that can't be placed or logged,
-    BadReward if the task's function returns what is no number at all, and RuntimeError if it uses
-    signals (flatrl/signals.py)."""
+    BadReward if a reward is no number at all, and RuntimeError if the task's function uses signals
+    (flatrl/signals.py)."""
     units = defaultdict(list)
     for output in outputs:
         units[output.unit].append(output)
@@ -929,9 +853,9 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
         if reward is None:
             with refusing_signals():
                 reward = await call(task.reward, last, row)
-            _need_number(reward, row)
+        reward = _checked_reward(reward, row)
         for output in outputs_of_unit:
-            output.reward = _checked_reward(reward)
+            output.reward = reward
 
     for output in outputs:
         # Indexing a range allows -1 for the last token, and raises if the index is too large.
@@ -940,17 +864,13 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
             (places[index], checked_number(value, "a turn's reward"))
             for index, value in output.turn_rewards
         ]
-        output.metrics = _loggable(output.metrics)
-        json.dumps([output.messages, output.extra], default=str)  # raises what the log would
 
 
-score = set_rewards  # its former name: other projects import it
+def _checked_reward(reward, row):
+    """Returns a reward as a float, or as a dict with a float under "score".
 
-
-def _need_number(reward, row):
-    """Raises BadReward unless a task's reward is a number, or a dict with one under "score".
-
-    NaN passes: a number that is not finite costs its rollout only."""
+    Raises BadReward if it is no number at all, and ValueError if it is not finite: that costs its
+    rollout only."""
     score = reward.get("score") if isinstance(reward, dict) else reward
     if as_number(score) is None:
         raise BadReward(
@@ -958,33 +878,8 @@ def _need_number(reward, row):
             'number (0 for a wrong answer), or a dict with one under "score"; to leave a rollout '
             "out, raise an error"
         )
-
-
-def _checked_reward(reward):
-    """Returns a user's reward as a float, or as a copy of the dict with a float under "score".
-
-    Raises ValueError if it, or any number in the dict, is not finite."""
-    if isinstance(reward, dict):
-        score = checked_number(reward.get("score"), 'the "score" of a reward dict')
-        return _loggable({**reward, "score": score})
-    return checked_number(reward, "a reward")
-
-
-def _loggable(values: dict) -> dict:
-    """Returns a copy of metrics. Raises if a name is not a string, or a number is infinite."""
-    json.dumps(values, default=str, sort_keys=True)
-    for name, number in numeric_entries(values).items():
-        checked_number(number, name)
-    return {**values}
-
-
-def _copy(output: AgentLoopOutput) -> AgentLoopOutput:
-    """Returns a copy of an output that shares nothing but images with it."""
-    token_lists = ("prompt_ids", *RESPONSE_LISTS)  # long, and nothing is nested in them
-    copies = {}
-    for name, value in vars(output).items():
-        copies[name] = [*value] if name in token_lists else copy_containers(value)
-    return replace(output, **copies)
+    score = checked_number(score, "a reward")
+    return {**reward, "score": score} if isinstance(reward, dict) else score
 
 
 # ---------------------------------------------------------------- many rollouts: the pool
@@ -1003,6 +898,14 @@ class PromptGroup:
     errors: list[dict] = field(default_factory=list)
     skipped: int = 0
     graders: dict = field(default_factory=dict)
+
+
+@dataclass
+class Grade:
+    """What became of a rollout's reward."""
+
+    fields: Sequence[dict] = ()  # for each output, the values of the fields REWARD_FIELDS
+    error: dict | None = None  # an entry of Rollouts.errors, if the reward failed
 
 
 @dataclass(eq=False, kw_only=True)
@@ -1182,32 +1085,32 @@ class Pool:
             self.engine.poke()
 
     def _start_grader(self, group: PromptGroup, member: Member, outputs: list[AgentLoopOutput]):
-        """Adds outputs to the group, and starts a grader that works on copies.
+        """Adds compact copies of the outputs to the group, and starts a grader of the outputs.
 
-        A reward that the loop has set is removed here: the grader checks it and writes it back."""
-        copies = [replace(_copy(output), images=deepcopy(output.images)) for output in outputs]
-        grader = self.tasks.create_task(self._grade(member, copies))
-        group.graders[member.prompt, member.sample] = grader
-        for output in outputs:
+        The copies get their rewards when all ranks have them: see `wait_for_rewards`."""
+        kept = [compact(output) for output in outputs]
+        for output in kept:
             output.reward = None
-            group.outputs.append(compact(output))
+        group.outputs += kept
+        grader = self.tasks.create_task(self._grade(member, outputs))
+        group.graders[member.prompt, member.sample] = grader
 
     async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> Grade:
-        """Returns the result of `grade_rollout`, or the failure if it raised."""
+        """Returns the rewards of a rollout, or the failure if `grade_rollout` raised."""
         # An error that no line of the user's code raised is blamed on the task's reward function,
         # unless the loop has set the reward.
         task_computes = all(output.reward is None for output in outputs)
         function = self.context.task.reward if task_computes else None
         try:
             row = copy_containers(self.row_of(member.prompt))
-            if "images" in row:  # a grader may draw on them
-                row["images"] = deepcopy(row["images"])
-            return Grade(await grade_rollout(self.context, outputs, row))
+            await grade_rollout(self.context, outputs, row)
         except BaseException as error:
             if self.future.cancelled():
                 raise
-            failure = self._failure("failed_reward", member, error, function)
-            return Grade(error=failure, ends_run=isinstance(error, BadReward))
+            kind = "no_reward" if isinstance(error, BadReward) else "failed_reward"
+            return Grade(error=self._failure(kind, member, error, function))
+        fields = [{name: getattr(output, name) for name in REWARD_FIELDS} for output in outputs]
+        return Grade(fields)
 
     async def _has_no_signal(self, group: PromptGroup) -> bool:
         """Returns whether all members have the same outcome, so that nothing can be learned (DAPO,
@@ -1310,7 +1213,6 @@ class Pool:
         engine = self.engine
         statistics_before = Counter(engine.statistics)
         started = time.perf_counter()
-        loop_started = self.background.cpu_s
         try:
             if engine.leader:
                 with Bar(None, title, total=total, unit="prompt") as bar:
@@ -1323,7 +1225,6 @@ class Pool:
             engine.mark_versions()  # counts the tokens of unfinished requests, too
             self.seconds += time.perf_counter() - started
             self.statistics += engine.statistics - statistics_before
-            self.statistics["loop_s"] += self.background.cpu_s - loop_started
 
     def _step_until(self, is_done: Callable[[], bool], bar: Bar) -> bool:
         """Steps the engine until is_done(), or returns False: see `_work_until`.
@@ -1456,10 +1357,10 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
         grades |= grades_of_rank
     rollouts.outputs = _with_rewards(rollouts.outputs, grades)
     rollouts.errors += [grade.error for grade in grades.values() if grade.error]
-    for _, grade in sorted(grades.items()):  # the same one on all ranks
-        if grade.ends_run:
-            raise BadReward(grade.error["error"].splitlines()[0])
     rollouts.sort()
+    for error in rollouts.errors:  # in the same order on all ranks
+        if error["kind"] == "no_reward":
+            raise BadReward(error["error"].splitlines()[0])
     rollouts.require(rollouts.trained, "no rollout has a reward")
 
 
@@ -1515,7 +1416,10 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
         while len(run.history) <= prompt:
             with refusing("the task's sampler failed", getattr(run.task, "__file__", "")):
                 row = sampler([[*entry] for entry in run.history])
-                check_numbers([row], {int}, 0, len(rows) - 1, "its result")
+            need(
+                isinstance(row, int) and 0 <= row < len(rows),
+                f"the task's sampler returned {row!r:.80}: return an int from 0 to {len(rows) - 1}",
+            )
             run.history.append([row, run.done])
         return rows[run.history[prompt][0]]
 

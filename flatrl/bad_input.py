@@ -6,27 +6,10 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from agent_loop import AgentLoopOutput
 
 OURS = {"agent_loop", "data", "flatrl", "losses", "rollout", "train"}  # modules
 INSTALLED = {"site-packages", "dist-packages"}  # folders
-# Types of the fields that an agent loop sets, apart from token ids and numbers.
-OUTPUT_TYPES = {
-    "messages": list | None,
-    "text": str | None,
-    "metrics": dict,
-    "turn_rewards": list | tuple,
-    "images": list | tuple,
-    "extra": dict,
-}
-# flatrl uses these keys of an output's `extra`, and these names in the log: reward/mean, ...
-TAKEN_KEYS = {"filtered", "greedy", "demonstration"}
-TAKEN_UNITS = {"mean", "std", "min", "max", "greedy"}
 
 
 class BadInput(ValueError):
@@ -129,59 +112,11 @@ def check_types(values: dict, types: dict, name: str, none_is_fine: bool = True)
         need(is_right, f"{name}: {key!r} must be a {kind}, got {value!r:.80}")
 
 
-def check_numbers(values, types: set[type], low: float, high: float, name: str):
-    """Raises ValueError unless `values` is a list of numbers in [low, high] of these types.
-
-    Types are exact: a bool is no int. name: what the message calls `values`."""
-    if not isinstance(values, list):
-        raise ValueError(f"{name} must be a list, got {values!r:.80}")
-    kinds = " or ".join(sorted(kind.__name__ for kind in types))
-    for value in values:
-        if type(value) not in types or not low <= value <= high:
-            raise ValueError(f"{name} has {value!r:.80}: must be {kinds} in [{low:g}, {high:g}]")
-
-
-def check_ids(ids: list[int], vocab_size: int, name: str):
-    """Raises ValueError unless `ids` is a list of token ids. name: what the message calls it."""
-    check_numbers(ids, {int}, 0, vocab_size - 1, name)
-
-
-def check_output(
-    output: "AgentLoopOutput",
-    vocab_size: int,
-    oldest: int,
-    version: int,
-    window: int,
-):
-    """Raises ValueError or BadInput if an agent loop's output can't be trained or logged.
-
-    vocab_size: token ids must be below it. oldest, version: versions of the weights when the
-    loop started and now; those of sampled tokens must lie between. window: the most tokens of
-    an output. flatrl.vision.check_images checks placeholders."""
-    check_ids(output.prompt_ids, vocab_size, "prompt_ids")
-    check_ids(output.response_ids, vocab_size, "response_ids")
-    check_numbers(output.response_mask, {int, bool}, 0, 1, "response_mask")
-    # The logarithm of a softmax may be rounded to a little more than 0.
-    check_numbers(output.response_logprobs, {int, float}, -1e38, 0.01, "response_logprobs")
-    check_numbers(output.response_versions, {int}, -1, version, "response_versions")
-    sampled = list(compress(output.response_versions, output.response_mask))
-    check_numbers(sampled, {int}, oldest, version, "response_versions, where the mask is 1,")
-    check_numbers([output.num_turns], {int}, 0, 2**31, "num_turns")
-    check_types(vars(output), OUTPUT_TYPES, "an output", none_is_fine=False)
-    told = output.extra.get("told_prompt_ids", output.prompt_ids)
-    check_ids(told, vocab_size, "told_prompt_ids")
-    n_prompt = max(len(output.prompt_ids), len(told))
-    n_response = len(output.response_ids)
-    if n_prompt + n_response > window:
-        raise ValueError(
-            f"prompt and response have {n_prompt} and {n_response} tokens, more than the "
-            f"window's {window}"
-        )
-    taken = TAKEN_UNITS & {output.unit} or TAKEN_KEYS & output.extra.keys()
-    if taken:
-        raise ValueError(f"flatrl has these names for something else: unit or extra {taken}")
-    # Ranks send it to each other.
-    pickle.dumps([output.messages, output.metrics, output.extra, output.turn_rewards])
+def check_ids(ids: list[int], vocab_size: int):
+    """Raises ValueError unless all token ids are in the vocabulary."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = next(id for id in ids if not 0 <= id < vocab_size)
+        raise ValueError(f"the token id {wrong} is not in [0, {vocab_size - 1}]")
 
 
 def pickled_state(state: dict | None, flag: str) -> bytes:

@@ -265,11 +265,6 @@ class Background:
         threading.Thread(target=self.watch, daemon=True).start()
         atexit.register(self.close)  # a run that failed says nothing more
 
-    @property
-    def cpu_s(self) -> float:
-        """The CPU seconds that the loop's thread has used so far."""
-        return cpu_of_thread(self.thread)
-
     def submit(self, coroutine: Coroutine) -> Future:
         """Starts a coroutine on the loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)

@@ -17,36 +17,25 @@ from flatrl.models import HEAD
 from flatrl.terminal import shown
 
 # Keys that the flags with a JSON object may not have: arguments of vllm.LLM that colocation and
-# exact logprobs depend on, or that sleep loses (draft models, thinking budgets); arguments of
-# apply_chat_template; sampling parameters that are a flag, or an agent loop's.
+# exact logprobs depend on, or that sleep loses (draft models); arguments of apply_chat_template;
+# sampling parameters that are a flag, or an agent loop's.
 FIXED_ARGUMENTS = {
     "engine_args": [
         "distributed_executor_backend",
         "logprobs_mode",
+        "tensor_parallel_size",
         "pipeline_parallel_size",
         "data_parallel_size",
-        "tensor_parallel_size",
-        "limit_mm_per_prompt",
-        "enable_batch_sharded_sampling",
         "speculative_config",
-        "spec_method",
-        "spec_model",
-        "spec_tokens",
-        "reasoning_config",
-        "reasoning_parser",
-        "tokenizer",
     ],
     "chat_template_args": ["tools", "tokenize", "add_generation_prompt"],
-    "sampling_args": ["temperature", "seed", "structured_outputs"],
-    "eval_sampling_args": ["seed", "structured_outputs"],
+    "sampling_args": ["temperature", "seed", "n", "stop_token_ids", "structured_outputs"],
+    "eval_sampling_args": ["seed", "n", "stop_token_ids", "structured_outputs"],
 }
-# Sampling parameters that the engine sets itself.
-FIXED_SAMPLING = {"n", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "output_kind"}
 # Sampling parameters that leave the distribution of a token as it is.
 NEUTRAL_SAMPLING = {
     "temperature",
     "stop",
-    "stop_token_ids",
     "max_tokens",
     "ignore_eos",
     "include_stop_str_in_output",
@@ -68,9 +57,9 @@ ENVIRONMENT = {
 def check_arguments(name: str, arguments: dict, our_flags: Collection[str]):
     """Raises BadInput if the flag `name`, a JSON object, has a key that can't be set there.
 
-    our_flags: the names of all flags, none of which may be a key of --engine_args. Unknown keys are
-    refused by `check_model`. Warns of sampling parameters that change the distribution in training,
-    because the trainer computes log softmax(logits / temperature)."""
+    our_flags: the names of all flags, none of which may be a key of --engine_args. Warns of
+    sampling parameters that change the distribution in training, because the trainer computes
+    log softmax(logits / temperature)."""
     fixed = sorted(arguments.keys() & set(FIXED_ARGUMENTS.get(name, ())))
     need(
         not fixed,
@@ -93,8 +82,7 @@ def check_arguments(name: str, arguments: dict, our_flags: Collection[str]):
 def sampling_params(parameters: dict):
     """Returns a request's vLLM SamplingParams.
 
-    Raises an error of any kind if a parameter is unknown, not the user's to set, of a wrong type
-    or out of range."""
+    Raises an error of any kind if a parameter is unknown, of a wrong type or out of range."""
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -103,9 +91,6 @@ def sampling_params(parameters: dict):
     unknown = parameters.keys() - {*checked.__struct_fields__}
     if unknown:  # msgspec ignores them
         raise ValueError(f"vLLM has no sampling parameter {', '.join(sorted(unknown))}")
-    fixed = FIXED_SAMPLING & parameters.keys()
-    if fixed:
-        raise ValueError(f"{', '.join(sorted(fixed))} can't be set here")
     checked.logprobs = 0  # of the sampled token only
     checked.flat_logprobs = True
     checked.detokenize = bool(checked.stop)
@@ -184,31 +169,12 @@ def check_model(args, device: torch.device):
         f"--model {args.model}, --engine_args {args.engine_args}: vLLM can't generate "
         f"text with them, in a window of {args.max_model_len} tokens"
     ):
-        config = EngineArgs(**arguments).create_engine_config()
-    if not args.allow_mismatch:
-        check_positions(config.model_config.hf_text_config, args)
+        EngineArgs(**arguments).create_engine_config()
     for kind, validate in ("", False), ("eval_", True):
         with refusing(f"--{kind}sampling_args"):
             # Agent loops ask for no more tokens.
             limit = {"max_tokens": args.max_response_tokens}
             sampling_params(limit | args.sampling(validate))
-
-
-def check_positions(config, args):
-    """Raises BadInput if engine and trainer would rotate the same positions by other angles.
-
-    For a longer context than the original one, some models (Phi-3) have other factors. The engine
-    chooses once, by its window, the trainer by the longest sequence of a micro-batch."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *rope.values()):  # of all layers, or by type of layer
-        if not isinstance(part, dict) or part.get("rope_type") not in ("longrope", "dynamic"):
-            continue
-        original = part.get("original_max_position_embeddings") or config.max_position_embeddings
-        need(
-            args.max_model_len <= original,
-            f"--model {args.model} has other rotary factors above {original} tokens, where engine "
-            f"and trainer disagree: give --max_model_len {original} or less, or --allow_mismatch",
-        )
 
 
 def prepare_vllm(device, tp):
@@ -217,12 +183,8 @@ def prepare_vllm(device, tp):
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    from vllm.model_executor.models import registry
     from vllm.model_executor.models.transformers.base import Base
 
-    # vLLM looks at a new class of models in another process, which takes 18 s on a slow machine.
-    # This one imports the class anyway.
-    registry._run_in_subprocess = lambda inspect: inspect()
     # If vLLM has no code for a model, it uses transformers' class, and would decorate that to
     # compile it. The trainer's model is of the same class.
     Base._decorate_cls_for_torch_compile = lambda self, **settings: None

@@ -1,6 +1,5 @@
 """Models and flags that can't be trained here: one line before an engine starts."""
 
-import dataclasses
 
 import pytest
 import torch
@@ -68,34 +67,9 @@ def test_an_engine_that_does_not_start_is_one_line(tiny_model, process_group, mo
     assert line.endswith("vLLM's engine does not start: AssertionError: no room for it")
 
 
-LONG = {
-    "rope_type": "longrope", "original_max_position_embeddings": 100,
-    "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
-
-
-@pytest.mark.parametrize("kind, architecture, n_positions, rope", [
-    ("phi3", "Phi3ForCausalLM", 400, LONG),
-    ("llama", "LlamaForCausalLM", 100, {"rope_type": "dynamic", "factor": 4.0}),
-], ids=["longrope", "dynamic"])  # fmt: skip
-def test_rotary_factors_that_change_within_the_window(
-    kind, architecture, n_positions, rope, tmp_path, tiny_model, process_group
-):
-    transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
-    rope = {"rope_theta": 1e4} | rope
-    sizes = {"max_position_embeddings": n_positions, "rope_parameters": rope}
-    config = config_of(kind, architecture, **sizes)
-    config.original_max_position_embeddings = 100
-    config.save_pretrained(tmp_path)
-    args = args_of(tmp_path, engine_args=SMALL_CACHE)
-    assert "give --max_model_len 100 or less" in refusal(check_model, args, CPU)
-    check_model(dataclasses.replace(args, allow_mismatch=True), CPU)
-    check_model(dataclasses.replace(args, max_model_len=100), CPU)
-
-
 @pytest.mark.parametrize("flag, value, said", [
     ("engine_args", '{"block_size": "abc"}', "block_size Input should be a valid integer"),
     ("sampling_args", '{"a": 1}', "--sampling_args: vLLM has no sampling parameter a"),
-    ("eval_sampling_args", '{"n": 1}', "--eval_sampling_args: n can't be set here"),
     ("sampling_args", '{"min_tokens": 129}',
      "min_tokens must be less than or equal to max_tokens=128, got 129"),
 ])  # fmt: skip

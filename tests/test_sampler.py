@@ -13,18 +13,12 @@ from agent_loop import BadInput
 from flatrl.metrics import Clock
 
 
-def drawn(rollouts) -> list[tuple[int, int]]:
-    """The (prompt, row) of each group."""
-    firsts = [output.extra for output in rollouts.outputs if output.extra["sample"] == 0]
-    return [(extra["prompt"], extra["index"]) for extra in firsts]
-
-
 @pytest.fixture
 def sampled(make_run):  # noqa: F811
     """Makes a run on 7 rows, whose task has a sampler."""
 
-    def make(sampler, task=None, **flags):
-        task = task or Task()
+    def make(sampler, **flags):
+        task = Task()
         task.sampler = sampler
         run = make_run(task, **flags)
         run.run.history = []
@@ -46,16 +40,15 @@ def test_rows_are_the_samplers_and_rewards_reach_it(sampled, staleness):
     def sampler(history):
         told.append(json.loads(json.dumps(history)))
         row = choose(history)
-        for entry in history:  # it is a copy
-            entry.clear()
-        history.clear()
+        history.clear()  # it is a copy
         return row
 
     run = sampled(sampler, max_staleness=staleness)
     rows = []
     for step in range(4):
         rollouts = run.step(step)
-        rows += drawn(rollouts)
+        places = [output.extra for output in rollouts.outputs]
+        rows += [(extra["prompt"], extra["index"]) for extra in places if extra["sample"] == 0]
         train.add_rewards(run.run, rollouts, data.make_batch(rollouts.trained))
         run.run.done += 1
     history = run.run.history
@@ -75,42 +68,20 @@ def test_rows_are_the_samplers_and_rewards_reach_it(sampled, staleness):
 
 def test_rows_of_replacements_are_chosen_at_the_start(sampled):
     """Later one rank may have seen more rewards than another."""
-    task = Task(outcome=lambda n, j: float(j))
-    run = sampled(lambda history: len(history) % 7, task, max_staleness=0, max_gen_batches=3)
-    assert drawn(run.step(0)) == [(0, 0), (1, 1)]  # none was replaced
+    run = sampled(lambda history: len(history) % 7, max_staleness=0, max_gen_batches=3)
+    run.step(0)
     assert run.run.history == [[row, 0] for row in range(2 + 2 * 2)]
 
 
 @pytest.mark.parametrize("sampler, said", [
-    (lambda history: 7, "its result has 7: must be int in [0, 6]"),
-    (lambda history: None, "its result has None"),
-    (lambda history: 1 // len(history), "ZeroDivisionError"),
+    (lambda history: 7, "the task's sampler returned 7: return an int from 0 to 6"),
+    (lambda history: 1 // len(history), "the task's sampler failed: ZeroDivisionError"),
 ])  # fmt: skip
 def test_a_sampler_that_fails_is_named(sampled, sampler, said):
     run = sampled(sampler, max_staleness=0)
-    with pytest.raises(BadInput, match="^the task's sampler failed") as error:
+    with pytest.raises(BadInput, match=said):
         run.step(0)
-    assert said in str(error.value) and run.run.history == []
-
-
-def test_a_row_that_can_not_be_read_costs_its_prompt_alone(make_run):  # noqa: F811
-    """Only the first rows of a large table are read before the start."""
-    run = make_run(Task(), max_staleness=0)
-    good, bad = data.prompt_order(7, 0, 2, run.args.seed)
-
-    class Table(list):
-        def __getitem__(self, index):
-            if index == bad:
-                raise BadInput("it is no row")
-            return super().__getitem__(index)
-
-    run.pool.end()
-    rows = run.run.rows["train"]
-    run = make_run(run.task, max_staleness=0, rows=Table(rows))
-    rollouts = run.step(0)
-    assert drawn(rollouts) == [(0, good)]
-    assert [error["prompt"] for error in rollouts.errors] == [1, 1]
-    assert "it is no row" in rollouts.errors[0]["error"]
+    assert run.run.history == []
 
 
 def test_the_curriculum_prefers_groups_that_disagree_and_comes_back_to_the_others():
@@ -125,6 +96,5 @@ def test_the_curriculum_prefers_groups_that_disagree_and_comes_back_to_the_other
         for entry in history[start:]:
             entry += [0.0, 0.0] if entry[0] % 16 else [0.0, 1.0]
     assert len({row for row, *_ in history}) == 512  # each is tried
-    assert sum(row % 16 > 0 for row, *_ in history) < 720
     late = [row % 16 == 0 for row, *_ in history[-200:]]
     assert 0.8 < sum(late) / 200 < 1
