@@ -1,9 +1,10 @@
-"""Run by test_sharding.py on two ranks: what needs them; rank 0 writes what it found.
+"""Run by test_sharding.py on several ranks: what needs them; rank 0 writes what it found.
 
-torchrun --nproc_per_node 2 tests/sharding_worker.py gradients | sync | tp OUT MODEL..."""
+torchrun --nproc_per_node 2 tests/sharding_worker.py PART,PART... FOLDER TIED UNTIED"""
 
 import os
 import sys
+import types
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,7 +19,8 @@ from torch.distributed.tensor import DTensor
 import data
 import rollout
 import train
-from flatrl import devices, processes, vllm_engine
+from flatrl import checkpoints, devices, processes, vllm_engine
+from flatrl.log import SilentLog
 from flatrl.models import checkpoint_weights
 
 # Tokens in a micro-batch, of which some ranks need fillers; how losses are aggregated; flags.
@@ -32,26 +34,27 @@ CASES = {
     "sharded": (60, "token-mean", {"shard": True}),
     "clipped": (130, "token-mean", {"shard": True, "max_grad_norm": 0.5}),
     "checkpointing": (60, "token-mean", {"shard": True, "gradient_checkpointing": True}),
+    "hybrid": (60, "token-mean", {"shard": "hybrid"}),
 }
 
 
-def compare_gradients(accelerator, tied: str, untied: str) -> dict:
+def flags_of(model: str, **more) -> train.Args:
+    sizes = dict(max_prompt_tokens=64, max_response_tokens=64, max_model_len=128)
+    flags = dict(dtype="float32", shard=True, tokens_per_micro_batch=128, engine_args=SMALL_CACHE)
+    return train.Args(model=model, lr=0.1, **sizes | flags | more)
+
+
+def find_gradients(accelerator, folder: Path, tied: str, untied: str) -> dict:
     found = {}
-    for model, names in ((tied, CASES), (untied, ["sharded"])):
-        for name in names:
-            tokens, loss_agg, flags = CASES[name]
-            found[model, name] = gradients(accelerator, model, tokens, loss_agg, **flags)
+    for name, (tokens, loss_agg, flags) in CASES.items():
+        if name != "hybrid":
+            found[name] = gradients(accelerator, tied, tokens, loss_agg, **flags)
     return found
 
 
-def policy_of(args: train.Args, device: torch.device) -> train.Policy:
-    """A policy away from the file's weights, the same on every rank; sharded if args say so."""
-    policy = train.Policy(args)
-    with torch.no_grad():
-        for i, parameter in enumerate(policy.parameters()):
-            generator = torch.Generator().manual_seed(i)
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-    return devices.shard(policy, args, device) if args.shard else policy
+def find_hybrid(accelerator, folder: Path, tied: str, untied: str) -> dict:
+    tokens, loss_agg, flags = CASES["hybrid"]
+    return gradients(accelerator, tied, tokens, loss_agg, **flags)
 
 
 def n_whole(policy: train.Policy) -> int:
@@ -59,61 +62,82 @@ def n_whole(policy: train.Policy) -> int:
     return sum(p.numel() for p in policy.parameters() if not isinstance(p, DTensor))
 
 
-def sync_and_look(engine: rollout.Engine, policy: train.Policy) -> dict:
+def find_sync(accelerator, folder: Path, tied: str, untied: str) -> dict:
     """What a sync does to engine and policy; is the engine then exactly the policy?"""
-    weights = checkpoint_weights(policy.model, policy.engine_dtype)
-    most = max(n_whole(policy) for _ in weights)
-    train.sync(engine, policy, 1)
-    (parts,) = engine.llm.apply_model(vllm_engine.fused_parts)
-    held = {name: x for inside in parts.values() for name, x in inside.items()}
-    wrong = []
-    for name, p in policy.model.named_parameters():
-        mine = whole(p.detach()).to(held[name].dtype)
-        if not torch.equal(held[name][: len(mine)], mine):  # the engine pads the vocabulary
-            wrong.append(name)
-    return {
-        "wrong": wrong,
-        "names": set(held),
-        "most": most,
-        "left": n_whole(policy),
-        "dtypes": {x.dtype for x in held.values()},
-    }
-
-
-def flags_of(model: str, **more) -> train.Args:
-    return train.Args(
-        model=model,
-        max_prompt_tokens=64,
-        max_response_tokens=64,
-        max_model_len=128,
-        tokens_per_micro_batch=128,
-        shard=True,
-        engine_args=SMALL_CACHE,
-        **more,
-    )
-
-
-def compare_sync(accelerator, *models: str) -> dict:
     found = {}
-    for model, dtype in [*((model, "float32") for model in models), (models[0], "bfloat16")]:
+    for model, dtype in ((tied, "float32"), (untied, "bfloat16")):
         args = flags_of(model, dtype=dtype)
         engine = rollout.Engine(model, args, accelerator.device)
         KEPT.append(engine)
-        policy = policy_of(args, accelerator.device)
-        found[model, dtype] = sync_and_look(engine, policy)
+        policy = devices.shard(moved(train.Policy(args)), args, accelerator.device)
+        most = max(n_whole(policy) for _ in checkpoint_weights(policy.model, policy.engine_dtype))
+        train.sync(engine, policy, 1)
+        (parts,) = engine.llm.apply_model(vllm_engine.fused_parts)
+        held = {name: x for inside in parts.values() for name, x in inside.items()}
+        wrong = []
+        for name, p in policy.model.named_parameters():
+            mine = whole(p.detach()).to(held[name].dtype)
+            if not torch.equal(held[name][: len(mine)], mine):  # the engine pads the vocabulary
+                wrong.append(name)
         engine.sleep()
         train.score_tokens(policy, batch_of(6), args)
-        found[model, dtype]["left after scoring"] = n_whole(policy)
+        dtypes = {x.dtype for x in held.values()}
+        found[model] = {"wrong": wrong, "names": set(held), "dtypes": dtypes}
+        found[model]["whole"] = [most, n_whole(policy)]
     return found
 
 
-def compare_tp(accelerator, model: str) -> dict:
+def moved(policy: train.Policy) -> train.Policy:
+    """Moves a policy away from the file's weights, by the same on every rank."""
+    with torch.no_grad():
+        for i, parameter in enumerate(policy.parameters()):
+            generator = torch.Generator().manual_seed(i)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    return policy
+
+
+def run_of(accelerator, folder: Path, args: train.Args):
+    """The parts of a train.Run that are saved, after an optimiser step."""
+    data.register_packed_attention()
+    learner = train.Learner(train.Policy(args), 0.1, 1, args, accelerator)
+    batch = batch_of(6)
+    batch["advantages"] = torch.ones_like(batch["response_mask"])
+    columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
+    train.optimise(learner, train.policy_objective, batch, columns, range(6), args, accelerator)
+    return types.SimpleNamespace(
+        args=args, folder=folder, learners={"policy": learner}, pool=None, done=1, saved=0,
+        log=SilentLog(), kl=types.SimpleNamespace(coef=0.0), history=[], estimator_state={},
+    )  # fmt: skip
+
+
+def state_of(run) -> dict:
+    """The weights that are trained, and Adam's averages, whole."""
+    state = checkpoints.training_state(run)
+    adam = state["policy_optimizer"]["state"]
+    found = {name: whole(p.detach()).clone() for name, p in state["policy"].items()}
+    return found | {f"{name} exp_avg": whole(x["exp_avg"]).clone() for name, x in adam.items()}
+
+
+def find_checkpoints(accelerator, folder: Path, tied: str, untied: str) -> dict:
+    """States of a sharded policy: saved here, and loaded from the plain one of the test."""
+    found = {}
+    for rank in (0, 4):
+        run = run_of(accelerator, folder / f"sharded_{rank}", flags_of(tied, lora_rank=rank))
+        checkpoints.save_checkpoint(run)
+        saved = state_of(run)
+        plain = folder / f"plain_{rank}/checkpoints/step_000001"
+        checkpoints.load_checkpoint(run, plain, ["policy", "policy_optimizer"])
+        found[rank] = saved, state_of(run)
+    return found
+
+
+def find_tp(accelerator, folder: Path, tied: str, untied: str) -> dict:
     """An engine over both ranks: a call of it is given up half-way, and one refused."""
-    args = flags_of(model, dtype="float32", tp=2)
-    engine, background = rollout.Engine(model, args, accelerator.device), processes.Background()
+    args = flags_of(tied, tp=2, shard=False)
+    engine, background = rollout.Engine(tied, args, accelerator.device), processes.Background()
     KEPT.append(engine)
     found = {}
-    train.sync(engine, policy_of(args, accelerator.device), 1)
+    train.sync(engine, train.Policy(args), 1)
     if engine.leader:
         call = engine.generate(request_id="lost", prompt_ids=[5], sampling_params={})
         lost = background.submit(call)
@@ -129,16 +153,22 @@ def compare_tp(accelerator, model: str) -> dict:
     return found
 
 
+PARTS = {
+    "gradients": find_gradients,
+    "hybrid": find_hybrid,
+    "sync": find_sync,
+    "checkpoints": find_checkpoints,
+    "tp": find_tp,
+}
 KEPT: list[rollout.Engine] = []  # to collect an engine would destroy the process group
 
 if __name__ == "__main__":
-    what, out, *models = sys.argv[1:]
+    names, folder, *models = sys.argv[1:]
     accelerator, _ = devices.start_processes(train.Args())
     data.register_packed_attention()
-    compare = {"gradients": compare_gradients, "sync": compare_sync, "tp": compare_tp}[what]
-    results = compare(accelerator, *models)
+    results = {name: PARTS[name](accelerator, Path(folder), *models) for name in names.split(",")}
     if dist.get_rank() == 0:
-        torch.save(results, out)
+        torch.save(results, f"{folder}/found")
     dist.barrier()
     for engine in KEPT[:1]:  # destroys the process group, and with it the others
         engine.close()

@@ -1,8 +1,5 @@
 """LoRA: only adapters learn, the engine and final/ get merged weights, the reference has none."""
 
-import shutil
-import sys
-
 import pytest
 import torch
 from conftest import TINY, metrics_of, run
@@ -12,7 +9,6 @@ from test_train import safetensors
 
 import data
 import train
-from agent_loop import BadInput
 from flatrl import models
 from train import Args
 
@@ -79,58 +75,26 @@ def test_merged_weights_are_those_of_the_adapted_policy(
     assert torch.equal(scores_of(policy), found)
 
 
-def test_peft_is_asked_for(monkeypatch, tiny_model, process_group):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(BadInput, match="needs peft: pip install peft.*peft"):
-        train.Policy(args_of(tiny_model))
-
-
-@pytest.fixture(scope="module")
-def flags(tiny_model) -> list:
-    return [*TINY, "--deterministic", "--lora_rank", "4", "--kl_coef", "0.01", "--num_steps", "2",
-            "--model", tiny_model, "--lr", "0.01", "--save_every", "1",
-            "--keep_checkpoints", "5"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def first(cache, flags, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lora") / "first"
-    run(*flags, "--output_dir", folder, cache=cache)
-    return folder
-
-
-def test_a_run_syncs_and_saves_merged_weights_and_its_adapter(first, tiny_model):
+def test_a_run_syncs_and_saves_merged_weights_and_its_adapter(cache, tiny_model, tmp_path):
+    """For resuming, see test_sharding.py."""
     from peft import PeftModel
     from torch.distributed.checkpoint import FileSystemReader
 
-    rows = metrics_of(first)
+    flags = ["--lora_rank", "4", "--kl_coef", "0.01", "--num_steps", "2", "--lr", "0.01"]
+    flags += ["--model", tiny_model, "--output_dir", tmp_path]
+    run(*TINY, *flags, cache=cache)
+    rows = metrics_of(tmp_path)
     assert all(row["rollout/logp_diff_max"] < 1e-4 for row in rows[1:])
     assert rows[1]["actor/kl"] < 1e-9 and rows[2]["actor/kl"] > 1e-4
-    reader = FileSystemReader(first / "checkpoints/step_000002")
+    reader = FileSystemReader(tmp_path / "checkpoints/step_000002")
     saved = [name for name in reader.read_metadata().state_dict_metadata
              if name.startswith("policy.")]  # fmt: skip
     assert len(saved) == 3 * len(LAYERS) * 2 and all(".lora_" in name for name in saved)
 
-    final = safetensors(first / "final")
-    adapted = PeftModel.from_pretrained(hf_model(tiny_model), first / "final/adapter")
+    final = safetensors(tmp_path / "final")
+    adapted = PeftModel.from_pretrained(hf_model(tiny_model), tmp_path / "final/adapter")
     base = dict(hf_model(tiny_model).named_parameters())
     assert final.keys() == base.keys()
     for name, x in adapted.merge_and_unload().named_parameters():
         torch.testing.assert_close(final[name], x.detach(), atol=1e-6, rtol=0)
         assert torch.equal(final[name], base[name]) != is_adapted(name), name
-
-
-def test_a_sharded_run_resumes_the_adapter_of_a_whole_one(first, flags, cache, tmp_path):
-    again = tmp_path / "again"
-    shutil.copytree(first, again)
-    for later in ("checkpoints/step_000002", "final"):
-        shutil.rmtree(again / later)
-    flags = [*flags, "--shard", "--resume", "--output_dir", again]
-    assert "resuming after step 1" in run(*flags, by="ranks", cache=cache)
-    expected = metrics_of(first)[2]
-    found = metrics_of(again)[2]
-    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/kl", "eval/reward"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5)
-    other = safetensors(again / "final")
-    for name, x in safetensors(first / "final").items():
-        torch.testing.assert_close(other[name], x, atol=5e-5, rtol=0)

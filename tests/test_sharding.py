@@ -1,53 +1,120 @@
-"""FSDP2 and the weight sync: sharded training is the same, and the engine has its weights."""
+"""Several ranks: sharded training is the same, the engine has its weights, checkpoints fit."""
 
-import shutil
+import subprocess
+import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from conftest import REPO, TINY, metrics_of, run
+from conftest import REPO, clean_env, free_port
 from fixed_batch import check_gradients, gradients
-from sharding_worker import CASES
+from sharding_worker import CASES, flags_of, run_of, state_of
 from test_rollout import hf_model
-from test_train import safetensors
 
 import train
 from agent_loop import BadInput
-from flatrl import devices, models
+from flatrl import checkpoints, devices, models
 from train import Args
 
 
-def on_two_ranks(what: str, out: Path, cache: Path, *models: str) -> dict:
-    run(what, out, *models, script="tests/sharding_worker.py", by="ranks", cache=cache)
-    return torch.load(out, weights_only=False)
+def on_ranks(parts: str, folder: Path, *models: str, hosts: int = 1) -> dict:
+    """What tests/sharding_worker.py finds on two ranks of each host."""
+    processes = []
+    port = free_port()
+    for host in range(hosts):
+        launcher = ["--nproc_per_node", 2, "--nnodes", hosts, "--node_rank", host]
+        launcher += ["--master_addr", "127.0.0.1", "--master_port", port]
+        command = ["-m", "torch.distributed.run", *launcher, "tests/sharding_worker.py"]
+        command = [sys.executable, *command, parts, folder, *models]
+        processes.append(subprocess.Popen(list(map(str, command)), cwd=REPO, env=clean_env()))
+    assert [process.wait() for process in processes] == [0] * hosts
+    return torch.load(folder / "found", weights_only=False)
 
 
-def test_gradient_does_not_depend_on_micro_batches_ranks_or_sharding(
-    tiny_model, untied_model, cache, tmp_path, process_group
+def plain_run(folder: Path, model: str, rank: int):
+    """The plain counterpart of the worker's sharded run, saved."""
+    args = flags_of(model, shard=False, lora_rank=rank)
+    run = run_of(Accelerator(cpu=True), folder / f"plain_{rank}", args)
+    checkpoints.save_checkpoint(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model, tmp_path_factory, process_group) -> dict:
+    folder = tmp_path_factory.mktemp("sharding")
+    return {rank: plain_run(folder, tiny_model, rank) for rank in (0, 4)} | {"folder": folder}
+
+
+@pytest.fixture(scope="module")
+def found(plain, tiny_model, untied_model) -> dict:
+    parts = "gradients,checkpoints,sync"
+    return on_ranks(parts, plain["folder"], tiny_model, untied_model)
+
+
+def check_case(name: str, found: dict, model: str):
+    """Compares gradients and metrics on several ranks with those of one, in one pass and many."""
+    tokens, loss_agg, flags = CASES[name]
+    flags = flags | {"shard": False}
+    whole, parts = (
+        gradients(Accelerator(cpu=True), model, n, loss_agg, **flags) for n in (4096, tokens)
+    )
+    for result in (found, parts):
+        check_gradients(result["gradients"], whole["gradients"], 1e-5)
+        assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "hybrid"])
+def test_gradient_does_not_depend_on_micro_batches_ranks_or_sharding(name, found, tiny_model):
+    check_case(name, found["gradients"][name], tiny_model)
+    if name == "clipped":
+        clipped = found["gradients"][name]
+        assert clipped["metrics"]["actor/grad_norm"] > 1
+        norms = torch.stack([gradient.norm() for gradient in clipped["gradients"].values()])
+        assert norms.norm() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_hybrid_on_two_hosts_has_the_gradient_of_one_process(
+    tiny_model, untied_model, process_group, tmp_path
 ):
-    found = on_two_ranks("gradients", tmp_path / "out", cache, tiny_model, untied_model)
-    assert len(found) == len(CASES) + 1
-    for (model, name), two in found.items():
-        tokens, loss_agg, flags = CASES[name]
-        flags = flags | {"shard": False}
-        whole, parts = (
-            gradients(Accelerator(cpu=True), model, n, loss_agg, **flags) for n in (4096, tokens)
-        )
-        for result in (two, parts):
-            check_gradients(result["gradients"], whole["gradients"], 1e-5)
-            assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-4, abs=1e-7)
-    clipped = found[tiny_model, "clipped"]
-    assert clipped["metrics"]["actor/grad_norm"] > 1
-    norms = torch.stack([gradient.norm() for gradient in clipped["gradients"].values()])
-    assert norms.norm() == pytest.approx(0.5, rel=1e-4)
+    found = on_ranks("hybrid", tmp_path, tiny_model, untied_model, hosts=2)
+    check_case("hybrid", found["hybrid"], tiny_model)
 
 
-def test_sharded_gradient_while_accelerate_is_in_fsdp_mode(
-    tiny_model, process_group, monkeypatch, tmp_path
-):
+@pytest.mark.parametrize("rank", [0, 4])
+def test_checkpoints_fit_whatever_the_sharding(rank, found, plain):
+    """... from one rank to two, and from two to one; of all weights, and of adapters."""
+    run = plain[rank]
+    before = state_of(run)
+    saved, loaded = found["checkpoints"][rank]
+    assert loaded.keys() == before.keys() and len(before) > 20
+    for name, tensor in before.items():
+        assert torch.equal(loaded[name], tensor), name
+    sharded = plain["folder"] / f"sharded_{rank}/checkpoints/step_000001"
+    checkpoints.load_checkpoint(run, sharded, ["policy", "policy_optimizer"])
+    for name, tensor in state_of(run).items():
+        assert torch.equal(saved[name], tensor), name
+    assert any(not torch.equal(saved[name], tensor) for name, tensor in before.items())
+
+
+def test_sync_from_a_sharded_policy(found, tiny_model, untied_model):
+    dtypes = {tiny_model: torch.float32, untied_model: torch.bfloat16}
+    assert found["sync"].keys() == dtypes.keys()
+    for model, result in found["sync"].items():
+        names = {name for name, _ in hf_model(model).named_parameters()}
+        assert result["wrong"] == [] and result["names"] == names
+        assert result["dtypes"] == {dtypes[model]}
+        assert result["whole"] == [0, 0]  # the policy's own parameters stay sharded
+
+
+def test_followers_hear_of_calls_that_are_refused_or_given_up(tiny_model, untied_model, tmp_path):
+    """For what a tensor-parallel engine samples, see test_tp.py."""
+    found = on_ranks("tp", tmp_path, tiny_model, untied_model)["tp"]
+    assert "ValueError" in found["refused"] and found["unfinished"] == [False, False]
+
+
+def test_sharded_gradient_while_accelerate_is_in_fsdp_mode(tiny_model, process_group, monkeypatch):
     """On GPUs it is, by configs/eight_gpus_fsdp2.yaml; on a CPU it never is by itself."""
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
@@ -59,51 +126,6 @@ def test_sharded_gradient_while_accelerate_is_in_fsdp_mode(
     assert accelerator.is_fsdp2
     sharded = gradients(accelerator, tiny_model, 130, "token-mean", shard=True)
     check_gradients(sharded["gradients"], plain["gradients"], 1e-5)
-    accelerator.save_state(str(tmp_path / "state"))
-    accelerator.load_state(str(tmp_path / "state"))
-
-
-def test_a_plain_run_resumes_a_sharded_one(cache, tmp_path):
-    """From two ranks to one. The other way: see test_lora.py."""
-    flags = [
-        *[*TINY, "--deterministic", "--algo", "ppo", "--kl_coef", "0.01", "--num_steps", "2"],
-        *["--tokens_per_micro_batch", "64", "--save_every", "1", "--output_dir"],
-    ]
-    sharded, plain = tmp_path / "sharded", tmp_path / "plain"
-    # What accelerate launch sets by the config.
-    fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    run(*flags, sharded, by="ranks", cache=cache, **fsdp)
-    shutil.copytree(sharded, plain)
-    for later in ("checkpoints/step_000002", "final"):
-        shutil.rmtree(plain / later)
-    assert "resuming after step 1" in run(*flags, plain, "--resume", cache=cache)
-
-    rows = metrics_of(sharded)
-    assert rows[2]["actor/kl"] > 0 and rows[2]["critic/grad_norm"] > 0
-    for row, expected in zip(metrics_of(plain), rows, strict=True):
-        for name, value in expected.items():
-            if isinstance(value, int | float):
-                assert row[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
-    weights = safetensors(sharded / "final")
-    for name, tensor in safetensors(plain / "final").items():
-        torch.testing.assert_close(tensor, weights[name], atol=5e-5, rtol=0)
-
-
-def test_sync_from_a_sharded_policy(tiny_model, untied_model, cache, tmp_path):
-    found = on_two_ranks("sync", tmp_path / "out", cache, tiny_model, untied_model)
-    assert len(found) == 3
-    for (model, dtype), result in found.items():
-        names = {name for name, _ in hf_model(model).named_parameters()}
-        assert result["wrong"] == [] and result["names"] == names
-        assert result["dtypes"] == {getattr(torch, dtype)}
-        # The policy's own parameters stay sharded.
-        assert result["most"] == result["left"] == result["left after scoring"] == 0
-
-
-def test_followers_hear_of_calls_that_are_refused_or_given_up(tiny_model, cache, tmp_path):
-    """For what a tensor-parallel engine samples, see test_tp.py."""
-    found = on_two_ranks("tp", tmp_path / "out", cache, tiny_model)
-    assert "ValueError" in found["refused"] and found["unfinished"] == [False, False]
 
 
 def test_a_tensor_that_a_sync_leaves_out_is_named(engine, tiny_model, monkeypatch):
@@ -133,22 +155,3 @@ def test_the_config_for_eight_gpus_shards(monkeypatch):
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     with pytest.raises(BadInput, match="fsdp_offload_params true: must be"):
         devices.sharding(Args())
-
-
-@pytest.mark.parametrize("variables, said", [
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "accelerate's config asks for DeepSpeed, which is not"),
-    ({"ACCELERATE_USE_MEGATRON_LM": "1"}, "asks for Megatron-LM, which is not implemented"),
-    ({"ACCELERATE_USE_CPU": "maybe"}, "accelerate's config: invalid truth value maybe"),
-    ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, and RANK, MASTER_ADDR, MASTER_PORT is not set"),
-    ({"WORLD_SIZE": "2", "RANK": "a", "MASTER_ADDR": "b", "MASTER_PORT": "1"},
-     "process a can't join the group of 2: invalid literal for int"),
-], ids=str)  # fmt: skip
-def test_a_start_that_fails_is_one_line(variables, said, monkeypatch):
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):  # a test before may have set them
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(BadInput, match=said) as error:
-        devices.start_processes(Args())
-    assert "\n" not in str(error.value)
