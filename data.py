@@ -50,11 +50,10 @@ from agent_loop import (
 )
 from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401
 from flatrl.bad_input import need, refusing
-from flatrl.contents import as_text
 from flatrl.devices import to_device
 from flatrl.hints import told_outputs, told_prompt
 from flatrl.processes import on_main
-from flatrl.rows import check_demonstration, check_row, check_tokenizer, tool_schemas
+from flatrl.rows import as_text, check_demonstration, check_row, check_tokenizer, tool_schemas
 from flatrl.tables import Rows, prompt_order, read_files  # noqa: F401
 from flatrl.terminal import Bar
 from flatrl.units import Outputs, last_outputs, unit_of

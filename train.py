@@ -35,12 +35,12 @@ from flatrl import checkpoints, layers, models, notices
 from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
 from flatrl.bad_input import need, pickled_state
-from flatrl.contents import contents_of
-from flatrl.devices import fit_micro_batch, offload, start_processes, wrap
+from flatrl.devices import offload, start_processes, wrap
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean, means
 from flatrl.processes import (
     Background, Stop, Stopped, all_sum, on_main, raise_if_stopped, run_as_script)
+from flatrl.rows import hash_of_rows
 from flatrl.terminal import Bar, quiet_libraries, shown
 from flatrl.vision import Vision
 from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_model
@@ -54,10 +54,7 @@ def main(args: Args):
     """Trains: each step of the run, from rollout to log. Ends early after Ctrl-C or SIGTERM."""
     run = setup(args)  # checks all input; a Run holds engine, networks, pool and log
     log = run.log
-    with (
-        contextlib.suppress(Stopped),  # `finish` saves, and raises it again
-        checkpoints.save_if_rewards_fail(run, put_to_sleep),
-    ):
+    with contextlib.suppress(Stopped):  # `finish` saves, and raises it again
         if run.done == 0 and run.rows["val"]:
             log.metrics({"step": 0} | evaluate(run))
 
@@ -827,7 +824,6 @@ class Run:
 def setup(args: Args) -> Run:
     """Checks all input, raising BadInput, and completes args. Then loads engine and networks."""
     quiet_libraries()
-    task_builds_model = not args.model  # check_input sets args.model
     accelerator, store, task, all_rows = check_input(args)
     device = accelerator.device
     tokenizer, processor, rows = load_tokenizer_and_rows(args, task, all_rows)
@@ -839,16 +835,14 @@ def setup(args: Args) -> Run:
     vision = Vision(processor) if processor else None
     policy = Policy(args, vocab_size, vision)
     reference = build_reference(args, policy)  # may be refused, so it comes before the engine
-    contents = on_main(contents_of, args, task, rows)
-    changed = on_main(checkpoints.check_changes, args, contents, task_builds_model)
-    on_main(checkpoints.try_to_save, args, policy, processor or tokenizer)
-    checkpoint, state = on_main(checkpoints.prepare_folder, args)  # without --resume (None, {})
-    checkpoints.check_checkpoint(state, args, task, changed)
+    checkpoint, state = on_main(checkpoints.read_checkpoint, args)  # without --resume (None, {})
+    training_rows = on_main(hash_of_rows, rows["train"], args.seed)
+    changed = on_main(checkpoints.check_changes, args, training_rows, state)
 
     stop = Stop()
     log = SilentLog()
     if accelerator.is_main_process:
-        log = Log(args, tokenizer, state.get("step", 0), contents)
+        log = Log(args, tokenizer, state.get("step", 0), training_rows)
         # Printed now, because starting the engine may take minutes.
         log.notices.start(rows, all_rows, policy, device)
     engine = None
@@ -875,7 +869,6 @@ def setup(args: Args) -> Run:
     )
     if checkpoint:
         checkpoints.resume(run, checkpoint, state, changed)
-    fit_micro_batch(run.learners, args, device, log.say)
     if engine:
         run.pool = training_pool(run, run.done, state.get("next_prompt", 0))
     return run
@@ -906,7 +899,7 @@ def check_input(args: Args) -> tuple:
         need(has_hint, "--hints (--algo opsd): no training row has a 'hint'")
     if args.algo == "sft" or args.imitation_steps:
         rows["train"] = data.demonstrated(rows["train"], only=args.algo == "sft")
-    checkpoints.claim_for_all_hosts(args)
+    on_main(checkpoints.claim_folder, args)
     if not args.model:
         args.model = on_main(models.task_model, task, args)  # minutes, if it is not built yet
     return accelerator, store, task, rows

@@ -13,7 +13,7 @@ import torch
 import losses
 from agent_loop import LoopArgs, agent_loop_class
 from flatrl.bad_input import need, refusing
-from flatrl.devices import ENOUGH_TOKENS, device_defaults
+from flatrl.devices import device_defaults
 from flatrl.files import absolute
 from flatrl.flags import check_value, flag, parse_flags
 from flatrl.log import steps_to_replay
@@ -194,11 +194,9 @@ class Args(LoopArgs):
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", low=1e-8)
     lora_rank: int = flag(0, "train LoRA adapters of this rank; 0: all weights")
     tokens_per_micro_batch: int = flag(
-        None, "tokens in one pass of a rank, at least the longest rollout; default: 16384, on CUDA "
-        "up to 32768", low=1)
+        None, "tokens in one pass of a rank, at least the longest rollout; default: 16384", low=1)
     gradient_checkpointing: bool = flag(
-        None, "recompute activations: a third slower, much less memory; default: on CUDA, if a "
-        "micro-batch takes too much without")
+        False, "recompute activations: a third slower, much less memory")
     shard: Literal[False, True, "hybrid"] = flag(
         False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: "
         "over those of a host; always on in bfloat16 on CUDA, even on one GPU, and by accelerate's "
@@ -246,8 +244,8 @@ class Args(LoopArgs):
         1.0, "share of the prompts whose rollouts are written, whole groups", high=1)
     keep_checkpoints: int = flag(2, "older ones are deleted", low=1)
     resume: Literal[False, True, "changed"] = flag(
-        False, "continue from the latest whole checkpoint in output_dir; changed: although flags "
-        "differ from those of the run")
+        False, "continue from the latest checkpoint in output_dir; changed: although the training "
+        "rows differ from those of the run")
     wandb_project: str | None = flag(
         None, "log to Weights & Biases (WANDB_MODE=offline works)")
 
@@ -557,15 +555,13 @@ def complete_flags(args: Args, cuda: bool):
         critic_lr = 1e-3
     if args.lora_rank:
         lr *= 10
-    # A GPU's pass over fewer tokens of a small model waits for Python.
-    tokens = 2 * ENOUGH_TOKENS if cuda else ENOUGH_TOKENS
     folder = f"runs/{Path(args.task).stem}"
     if not args.num_steps:
         folder += "-eval"
     args.fill({
         "lr": lr,
         "critic_lr": critic_lr,
-        "tokens_per_micro_batch": max(args.window, tokens),
+        "tokens_per_micro_batch": max(args.window, 16384),
         "output_dir": folder,
         "max_model_len": args.window,
     })

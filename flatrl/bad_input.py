@@ -30,13 +30,6 @@ def need(ok, message: str):
         raise BadInput(message)
 
 
-def flag_of(args) -> str:
-    """Returns the flag that gives args.model, and its value: --model, or --ref_model in the args of
-    a reference, whose model is args.ref_model."""
-    name = "--ref_model" if args.model == args.ref_model else "--model"
-    return f"{name} {args.model}"
-
-
 @contextlib.contextmanager
 def refusing(problem: str, file: str = "") -> Iterator[None]:
     """Turns every exception in its block, even SystemExit, into BadInput with one line.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from flatrl.bad_input import BadInput, flag_of, refusing
+from flatrl.bad_input import BadInput, refusing
 
 LORA_ALPHA = 32  # adapters are scaled by this over their rank
 
@@ -30,23 +30,17 @@ PROBE = {
 def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
     """Makes a network compute what vLLM's does: no dropout, the same attention windows.
 
-    gradient_checkpointing: activations are recomputed in the backward pass."""
+    gradient_checkpointing: activations are recomputed in the backward pass. Raises BadInput if
+    transformers can't do that for this model."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if type(module).__name__ == "Cohere2Attention" and module.sliding_window:
             module.sliding_window += 1  # as in its training and in vLLM: [i - window, i]
     if gradient_checkpointing:
-        recompute_activations(model)
-
-
-def recompute_activations(model: nn.Module):
-    """Lets a network recompute its activations in the backward pass.
-
-    Raises BadInput if transformers can't do that for this model."""
-    with refusing("--gradient_checkpointing"):
-        model.gradient_checkpointing_enable()
-    model.train()  # only then does transformers; without dropout nothing else changes
+        with refusing("--gradient_checkpointing"):
+            model.gradient_checkpointing_enable()
+        model.train()  # only then does transformers; without dropout nothing else changes
 
 
 @torch.no_grad()
@@ -79,8 +73,8 @@ def choose_attention(policy, probe, args) -> tuple[str, bool]:
             if torch.allclose(found, expected, rtol=1e-3, atol=1e-3 / args.temperature):
                 return attention, is_packed
     raise BadInput(
-        f"{flag_of(args)} makes logits in a way that token_logprobs doesn't "
-        "implement: only a product, a scale and a soft cap are"
+        f"{args.model} makes logits in a way that token_logprobs doesn't implement: only a "
+        "product, a scale and a soft cap are"
     )
 
 

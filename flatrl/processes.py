@@ -233,9 +233,8 @@ def run_as_script(main: Callable, parse: Callable):
         status = 2
     except torch.OutOfMemoryError:
         print(
-            "train.py: out of GPU memory (see the end of the traceback): lower "
-            "--tokens_per_micro_batch or --gpu_memory_utilization, or give "
-            "--gradient_checkpointing, --offload all or --shard (docs/scaling.md#memory)",
+            "train.py: out of GPU memory: lower --tokens_per_micro_batch or "
+            "--gpu_memory_utilization, or give --gradient_checkpointing (docs/scaling.md#memory)",
             file=sys.stderr,
         )
         raise

@@ -1,9 +1,10 @@
-"""Checks and normalises a row, with messages that tell what to change."""
+"""Checks and normalises a row, with messages that tell what to change. Identifies rows."""
 
+import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from pathlib import Path
 from unicodedata import normalize
@@ -19,6 +20,7 @@ from agent_loop import (
     task_tools,
 )
 from flatrl.bad_input import check_types, need, refusing
+from flatrl.tables import prompt_order
 
 ROW_TYPES = {"extra_info": dict, "data_source": str, "demonstration": str | list | tuple}
 # Arguments that AgentLoopBase.run(**row) gets besides a row's columns.
@@ -232,3 +234,37 @@ def _check_images(row):
             f"the prompt has {n_placeholders} placeholders of images ({{'type': 'image'}} or "
             f"<image>), its column 'images' {len(images)}"
         )
+
+
+def hash_of_rows(rows: Sequence[dict], seed: int) -> str:
+    """Returns a hash of rows, in their order; of rows on disk, of the first thousand drawn."""
+    numbers = range(len(rows))
+    if not isinstance(rows, list):
+        numbers = prompt_order(len(rows), 0, min(len(rows), 1000), seed)
+    digest = hashlib.sha256(str(len(rows)).encode())
+    for number in numbers:
+        text = re.sub(" at 0x[0-9a-f]+", "", as_text(rows[number]))  # the address of an object
+        digest.update(text.encode(errors="backslashreplace"))
+    return digest.hexdigest()[:16]
+
+
+def as_text(value) -> str:
+    """Returns a text that depends on type and value alone; objects need a repr of their own.
+
+    The order of a dict or a set does not count. Of arrays and images all values do, because the
+    repr of large ones is abbreviated."""
+    match value:
+        case dict():
+            items = [f"{as_text(key)}: {as_text(part)}" for key, part in value.items()]
+            return f"dict({', '.join(sorted(items))})"
+        case set() | frozenset():
+            return f"set({', '.join(sorted(map(as_text, value)))})"
+        case list() | tuple():
+            return f"[{', '.join(map(as_text, value))}]"
+        case bytes():
+            return hashlib.sha256(value).hexdigest()
+    if hasattr(value, "tolist"):
+        return as_text(value.tolist())
+    if hasattr(value, "tobytes"):
+        return f"{value.size} {as_text(value.tobytes())}"
+    return repr(value)

@@ -1,4 +1,4 @@
-"""The parts of the CUDA path that a CPU can run: defaults, the tried micro-batch, the engine.
+"""The parts of the CUDA path that a CPU can run: defaults, dtypes, the engine's arguments.
 
 Whole runs are in tests/gpu."""
 
@@ -16,7 +16,7 @@ import data
 import rollout
 import train
 from agent_loop import BadInput
-from flatrl import devices, launch, layers, vllm_engine
+from flatrl import devices, layers, vllm_engine
 from train import Args
 
 CUDA = torch.device("cuda")
@@ -32,7 +32,7 @@ COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
     ({}, False, {"lr": 3e-4, "critic_lr": 1e-3}),
     ({"model": "org/model", "lora_rank": 4}, False, {"lr": 1e-5, "critic_lr": 1e-5}),
     ({"lr": 0.5, "lora_rank": 4, "critic_lr": 0.25}, False, {"lr": 0.5, "critic_lr": 0.25}),
-    ({}, True, {"tokens_per_micro_batch": 32768}),
+    ({}, True, {"tokens_per_micro_batch": 16384}),
     ({"max_model_len": 20000}, False, {"tokens_per_micro_batch": 20000}),
     ({"tokens_per_micro_batch": 999}, True, {"tokens_per_micro_batch": 999}),
     # A shell leaves the ~ of --output_dir=~/x as it is.
@@ -48,35 +48,9 @@ def test_flags_are_completed(flags, cuda, expected, monkeypatch):
         assert getattr(args, name) == (pytest.approx(value) if is_number else value)
 
 
-def test_what_a_host_cannot_do_is_refused(monkeypatch):
+def test_cuda_is_not_deterministic():
     with pytest.raises(BadInput, match="^--deterministic: on CUDA attention's gradients vary"):
         devices.device_defaults(Args(deterministic=True), cuda=True)
-    devices.device_defaults(Args(deterministic=True), cuda=False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")  # as with an old driver
-    with pytest.raises(BadInput, match="^torch is CUDA's build, and there is no GPU .* 580 or"):
-        devices.device_defaults(Args(), cuda=False)
-    devices.device_defaults(Args(), cuda=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(BadInput, match="and accelerate was told to use the CPU: leave out --cpu"):
-        devices.device_defaults(Args(), cuda=False)
-
-
-def test_a_process_takes_its_share_of_the_cores(monkeypatch):
-    """... and switches often between the threads that call the GPU and the tools."""
-    taken = {}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda rank: None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: taken.update(threads=n))
-    monkeypatch.setattr(devices.sys, "setswitchinterval", lambda s: taken.update(interval=s))
-    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(16))
-    monkeypatch.setattr(devices.dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(devices.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(devices, "ranks_of_host", lambda: 4)
-    monkeypatch.setattr(devices, "join_group", lambda backend: taken.update(backend=backend))
-    monkeypatch.setattr(devices, "Accelerator", lambda **settings: settings)
-    accelerator, _ = devices.start_processes(Args())
-    assert accelerator == {"cpu": False, "mixed_precision": "bf16"}
-    assert taken == {"threads": 4, "interval": 2e-4, "backend": "cpu:gloo,cuda:nccl"}
 
 
 def accelerator_of(device: str = "cpu"):
@@ -150,132 +124,6 @@ def test_frozen_weights_take_half_the_memory_and_no_number_changes(
     assert found == expected and found["actor/grad_norm"] > 0
 
 
-class TooLittleMemory:
-    """Lets a network run out of memory above n tokens, forward or backward."""
-
-    def __init__(self, net, n_tokens: int, backward: bool):
-        self.tried = []
-        self.n_tokens = n_tokens
-        self.backward = backward
-        net.register_forward_pre_hook(self.note)
-        last = net.model.base_model.layers[0]
-        last.register_forward_hook(self.run_out)
-
-    def note(self, _, inputs):
-        (packed,) = inputs
-        self.tried.append(packed["inputs"]["input_ids"].numel())
-
-    def fail(self, *_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def run_out(self, module, inputs, output):
-        if self.tried[-1] > self.n_tokens:
-            if not self.backward:
-                self.fail()
-            output.register_hook(self.fail)
-
-
-@pytest.mark.parametrize("shard, backward, recompute", [
-    (False, True, None),
-    (True, False, None),
-    (True, True, False),
-])  # fmt: skip
-def test_the_micro_batch_is_made_to_fit_and_nothing_else_changes(
-    args, process_group, shard, backward, recompute
-):
-    data.register_packed_attention()
-    flags = dict(shard=shard, lr=1e-3, tokens_per_micro_batch=1000)
-    flags["gradient_checkpointing"] = recompute
-    args = dataclasses.replace(args, **flags)  # its window has 128 tokens
-    said = []
-    metrics = []
-    batch = batch_of(19)
-    batch["advantages"] = torch.ones_like(batch["response_mask"])
-    for memory in (1000, 300):
-        learner = train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
-        hooks = TooLittleMemory(learner.net, memory, backward)
-        devices.fit_micro_batch({"policy": learner}, args, CUDA, said.append)
-        assert all(p.grad is None for p in learner.net.parameters())
-        assert not learner.optimizer.state
-        tried = [1000, 500, 250] if recompute is False else [1000, 1000, 500, 250]
-        assert hooks.tried == ([1000] if memory == 1000 else tried)
-        assert learner.net.model.is_gradient_checkpointing == (memory == 300 and recompute is None)
-        whole, _ = train.optimise(
-            learner, train.policy_objective, batch, COLUMNS, range(19), args,
-            Accelerator(cpu=True))  # fmt: skip
-        names = ("actor/loss", "actor/grad_norm", "actor/entropy")
-        metrics.append({name: whole[name] for name in names})
-    assert args.tokens_per_micro_batch == 250
-    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-7)
-    assert [line.split(": ")[1] for line in said] == [
-        *["--gradient_checkpointing"] * (recompute is None),
-        "--tokens_per_micro_batch 500",
-        "--tokens_per_micro_batch 250",
-    ]
-
-
-def test_all_ranks_halve_the_micro_batch_if_one_has_too_little_memory(
-    args, process_group, monkeypatch
-):
-    """It stays as large as the window. If that does not fit, the run is refused."""
-    args = dataclasses.replace(args, tokens_per_micro_batch=200, gradient_checkpointing=False)
-    learners = {"policy": learner_of(args), "critic": learner_of(args)}
-    others = [True, False, True]
-    monkeypatch.setattr(devices, "all_gather", lambda x, group: [x, others.pop(0)])
-    devices.fit_micro_batch(learners, args, CUDA, lambda text: None)
-    assert args.tokens_per_micro_batch == 128 and others == []
-    others = [False]
-    with pytest.raises(BadInput, match="the policy has too little GPU memory .* 128 tokens"):
-        devices.fit_micro_batch(learners, args, CUDA, lambda text: None)
-
-
-def test_activations_are_recomputed_rather_than_in_small_micro_batches(
-    args, process_group, monkeypatch
-):
-    def changes(n_failures: int, **flags) -> list[str]:
-        fits = [False] * n_failures + [True]
-        monkeypatch.setattr(devices, "_fits", lambda *_: fits.pop(0))
-        said = []
-        changed = dataclasses.replace(args, **flags)
-        devices.fit_micro_batch({"policy": learner_of(args)}, changed, CUDA, said.append)
-        return [line.split(": ")[1] for line in said]
-
-    assert changes(3, tokens_per_micro_batch=32768) == [
-        "--tokens_per_micro_batch 16384",
-        "--gradient_checkpointing",
-        "--tokens_per_micro_batch 8192",
-    ]
-    long = {"max_model_len": 50000, "tokens_per_micro_batch": 50000}
-    assert changes(1, **long) == ["--gradient_checkpointing"]
-
-
-@pytest.mark.parametrize("flags", [{"num_steps": 0}, {"rollout_only": True}, {}])
-def test_nothing_is_tried_without_training_or_on_a_cpu(args, flags):
-    device = CUDA if flags else torch.device("cpu")
-    args = dataclasses.replace(args, **flags)
-    devices.fit_micro_batch({"policy": None}, args, device, None)
-
-
-@pytest.mark.parametrize("argv, given, expected", [
-    ([], {}, "expandable_segments:True"),
-    (["--tp=2"], {}, None),
-    ([], {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None),
-    ([], {"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
-])  # fmt: skip
-def test_beside_a_gpu_memory_has_no_holes(monkeypatch, argv, given, expected):
-    environment = dict(given)
-    monkeypatch.setattr(launch.os, "environ", environment)
-    monkeypatch.setattr(launch.os.path, "exists", lambda path: path == "/dev/nvidiactl")
-    monkeypatch.setattr(launch.gc, "set_threshold", lambda n: None)
-    monkeypatch.setattr(launch.sys, "argv", ["train.py", *argv])
-    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
-    for name in ("open_standard_streams", "give_home"):
-        monkeypatch.setattr(launch, name, lambda: None)
-    launch.prepare_process()
-    assert environment.get("PYTORCH_ALLOC_CONF") == expected
-    assert "OMP_NUM_THREADS" not in environment
-
-
 @pytest.mark.parametrize("flags, conf, expected", [
     ({}, "expandable_segments:True", {}),
     ({"tp": 2}, "", {}),
@@ -287,20 +135,6 @@ def test_cuda_graphs_are_captured_for_all_batches(args, monkeypatch, flags, conf
     arguments = vllm_engine.vllm_arguments("x", dataclasses.replace(args, **flags), CUDA)
     names = ("disable_custom_all_reduce", "max_cudagraph_capture_size")
     assert {name: arguments[name] for name in names if name in arguments} == expected
-
-
-@pytest.mark.parametrize("state, calls", [("asleep", ["wake", "end"]), ("awake", ["end"])])
-def test_an_engine_that_sleeps_is_woken_before_its_end(monkeypatch, state, calls):
-    """vLLM prints a CUDA error for each part of the memory that sleep has unmapped."""
-    found = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    engine = object.__new__(rollout.Engine)
-    engine.state = state
-    core = types.SimpleNamespace(shutdown=lambda: found.append("end"))
-    engine.core = types.SimpleNamespace(wake_up=lambda: found.append("wake"), engine_core=core)
-    engine.close()
-    assert found == calls
 
 
 def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monkeypatch):

@@ -30,15 +30,14 @@ def an_output(**changes) -> AgentLoopOutput:
 
 def test_args_versions_and_the_commit_are_kept(args, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    Log(args, None, 0, {"the training rows": "3 rows"})
+    Log(args, None, 0, "a hash")
     text = (tmp_path / "run/args.json").read_text()
     about = json.loads(text)
     assert text.endswith("}\n")
     assert {"torch", "transformers", "numpy"} <= set(about.pop("versions"))
     about.pop("git")  # "" where there is none
-    contents = {"the training rows": "3 rows"}
     launched = {"command": sys.argv, "processes": 2}
-    assert about == {"args": vars(args), "contents": contents} | launched
+    assert about == {"args": vars(args), "training_rows": "a hash"} | launched
 
 
 def test_lines_are_printed_although_a_tool_has_redirected_stdout(args, capsys, monkeypatch):

@@ -241,7 +241,7 @@ def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
     assert row["step"] == 0 and f"eval reward {row['eval/reward']:.3f}" in printed
     assert not (judged / "final").exists() and not (judged / "checkpoints").exists()
     refused = run(*judge, teacher, code=2, cache=cache)
-    assert "is in --output_dir, which would be moved aside" in refused and final.is_dir()
+    assert "holds a run: continue it with --resume" in refused and final.is_dir()
 
     # The student learns from the teacher's first rollouts. Its KL is computed here again.
     learn = [*REPLAY, "--replay", teacher, "--algo", "opd", "--num_steps", "1"]
@@ -455,7 +455,7 @@ def test_sampling_parameters():
 @pytest.mark.parametrize("change, said", [
     ({"task": "no/such.py"}, "--task no/such.py: no such file"),
     ({"model": "no_such_org/no_such_model"}, "neither a model folder nor a model that can be"),
-    ({"model": "runs/x/final"}, "--model runs/x/final: there is no such folder"),
+    ({"model": "runs/x/final"}, "runs/x/final: there is no such folder"),
     ({"max_response_tokens": 4000}, "greater than the derived max_model_len"),
     ({"max_prompt_tokens": 3}, "no prompt left: all 24 are longer than --max_prompt_tokens 3"),
     ({"agent": "nobody"}, "no agent loop 'nobody'"),
