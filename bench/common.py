@@ -1,4 +1,4 @@
-"""What the benches share: paths, a tiny model and an engine, tables.
+"""What the benches share: paths, a tiny model, an engine with a policy, tables.
 
 A bench imports this module before flatrl's own. That puts the repository first on the path and
 this folder last: `import rollout` finds flatrl's rollout.py, and `import trl` the package, not
@@ -7,7 +7,6 @@ the benches of these names. PyTorch uses all cores unless OMP_NUM_THREADS is set
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
 import os
 import statistics
@@ -15,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 BENCH = Path(__file__).resolve().parent
 REPO = BENCH.parent
@@ -33,7 +31,6 @@ LARGER = {
     "num_hidden_layers": 4,
     "initializer_range": 0.02,
 }
-
 
 # ---------------------------------------------------------------- flags, tables and seconds
 
@@ -68,23 +65,15 @@ def seconds(work) -> float:
     """Returns how long a function takes, with the work that it leaves to the GPU."""
     import torch
 
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
     started = time.perf_counter()
     work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - started
 
 
 # ---------------------------------------------------------------- a model and an engine
-
-
-def environment_of_no_rank() -> dict[str, str]:
-    """Returns this process's environment without the variables of a launcher's rank: an engine
-    that was built here has set them, and a new process would take the same port."""
-    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in ranks}
 
 
 def random_model(folder: str | Path, **config) -> str:
@@ -100,33 +89,24 @@ def random_model(folder: str | Path, **config) -> str:
     return str(folder)
 
 
-def start_alone() -> None:
-    """Makes this process the only rank of a process group, which the engine needs."""
-    import torch.distributed as dist
+def engine_and_policy(args) -> tuple:
+    """Completes the flags; returns (engine, policy) of args.model, as the only rank."""
+    import data
+    import train
+    from flatrl import devices, models
+    from rollout import Engine
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def surroundings(engine, task, tokenizer, args) -> SimpleNamespace:
-    """Returns what rollout.rollout reads of a train.Run."""
-    import torch.distributed as dist
-
-    from flatrl.processes import Background
-
-    return SimpleNamespace(
-        engine=engine,
-        task=task,
-        tokenizer=tokenizer,
-        args=args,
-        processor=None,
-        stop=SimpleNamespace(requested=False),
-        background=Background(),
-        store=dist.HashStore(),
-    )
+    accelerator, _ = devices.start_processes(args)
+    train.complete_flags(args, accelerator.device.type == "cuda")
+    data.register_packed_attention()
+    models.load_tokenizer(args)  # refuses what can't be trained
+    engine = Engine(args.model, args, accelerator.device)
+    policy = train.Policy(args)
+    return engine, devices.wrap(policy, args, accelerator, frozen=True)
 
 
 def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
-    """Samples an answer to each prompt, all at the same time; returns agent_loop.TokenOutputs.
+    """Samples an answer to each prompt, all at the same time; returns AgentLoopOutputs.
 
     This thread steps the engine, as in a rollout. sampling: vLLM's sampling parameters."""
 
@@ -141,30 +121,19 @@ def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
     future.add_done_callback(lambda _: engine.poke())
     while not future.done():
         engine.step()
-    return future.result()
+    answers = future.result()
+    return [as_output(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-def as_outputs(prompts: list[list[int]], answers: list) -> list:
-    """Returns AgentLoopOutputs of one turn, with a reward of 0."""
+def as_output(prompt: list[int], answer):
+    """Returns a trajectory of one turn, with a reward of 0."""
     from agent_loop import AgentLoopOutput
 
-    return [
-        AgentLoopOutput(
-            prompt_ids=prompt,
-            response_ids=answer.token_ids,
-            response_mask=[1] * len(answer.token_ids),
-            response_logprobs=answer.logprobs,
-            response_versions=answer.versions,
-            reward=0.0,
-        )
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-
-
-def missing_for_trl() -> str:
-    """Returns what to install for a comparison with TRL, "" if all is there."""
-    names = ("trl", "datasets")
-    missing = [name for name in names if not any(importlib.metadata.distributions(name=name))]
-    if not missing:
-        return ""
-    return f"{' and '.join(missing)} missing: pip install trl==1.16.0 datasets"
+    return AgentLoopOutput(
+        prompt_ids=prompt,
+        response_ids=answer.token_ids,
+        response_mask=[1] * len(answer.token_ids),
+        response_logprobs=answer.logprobs,
+        response_versions=answer.versions,
+        reward=0.0,
+    )

@@ -9,16 +9,12 @@ trainer scores the sampled tokens. The table has the largest mean and the larges
 difference of their logprobs in nats, or the reason why a model does not run.
 """
 
-import argparse
-import contextlib
 import json
+import multiprocessing
 import os
 import random
-import re
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -169,7 +165,7 @@ ARCHITECTURES = {
 }
 
 
-def build(name: str, folder: Path) -> None:
+def build(name: str, folder: str) -> None:
     """Writes the tokenizer and a random model of the architecture to a folder."""
     import transformers
 
@@ -200,40 +196,19 @@ def change(model, step: int) -> None:
             x.add_(noise * max(size, 0.05) * 0.2)
 
 
-def sample(engine, background, step: int) -> list:
-    """Returns trajectories of one turn, with prompts of several lengths."""
-    draw = random.Random(step)
-    prompts = [[draw.randrange(3, 250) for _ in range(5 + 4 * i)] for i in range(PROMPTS)]
-    sampling = dict(temperature=1.0, max_tokens=RESPONSE, ignore_eos=True)
-    return common.as_outputs(prompts, common.generate(engine, background, prompts, **sampling))
-
-
-# ---------------------------------------------------------------- comparing
-
-
-def score(policy, outputs: list, args) -> list:
-    """Returns the trainer's logprobs of the tokens that each output sampled."""
-    import data
-    import train
-
-    batch = data.collate(outputs)
-    mask = batch["response_mask"].bool()
-    scores = train.score_tokens(policy, batch, args)["logprobs"]
-    return [row[sampled] for row, sampled in zip(scores, mask, strict=True)]
-
-
-def compare(name: str) -> dict:
-    """Builds one architecture in this process; returns the differences of engine and trainer."""
+def differences(name: str) -> dict:
+    """Builds one architecture; returns the largest differences of engine and trainer."""
     import torch
 
     import data
     import train
-    from flatrl import devices, models
     from flatrl.processes import Background
-    from rollout import Engine
 
+    sampling = dict(temperature=1.0, max_tokens=RESPONSE, ignore_eos=True)
+    means = []
+    maxima = []
     with tempfile.TemporaryDirectory() as folder:
-        build(name, Path(folder))
+        build(name, folder)
         args = train.Args(
             model=folder,
             dtype="float32",
@@ -242,71 +217,51 @@ def compare(name: str) -> dict:
             engine_args=json.dumps({"kv_cache_memory_bytes": 1 << 27}),
             tokens_per_micro_batch=2048,
         )
-        accelerator, _ = devices.start_processes(args)
-        train.complete_flags(args, accelerator.device.type == "cuda")
-        tokenizer, _ = models.load_tokenizer(args)
-        vocab_size = max(tokenizer.get_vocab().values()) + 1
-        eos = [tokenizer.eos_token_id]
-        engine = Engine(folder, args, accelerator.device, eos, vocab_size)
-        data.register_packed_attention()
-        policy = train.Policy(args, vocab_size)
+        engine, policy = common.engine_and_policy(args)
         background = Background()
-        differences = []
         for step in range(STEPS):
             change(policy.model, step + 1)
             train.sync(engine, policy, step)
-            outputs = sample(engine, background, step)
+            draw = random.Random(step)
+            prompts = [[draw.randrange(3, 250) for _ in range(5 + 4 * i)] for i in range(PROMPTS)]
+            outputs = common.generate(engine, background, prompts, **sampling)
             engine.sleep()
-            scores = score(policy, outputs, args)
-            sampled = torch.cat([torch.tensor(output.response_logprobs) for output in outputs])
-            differences.append((torch.cat(scores) - sampled).abs())
-    means = [difference.mean().item() for difference in differences]
-    maxima = [difference.max().item() for difference in differences]
+            batch = data.collate(outputs)
+            logprobs = train.score_tokens(policy, batch, args)["logprobs"]
+            distance = (logprobs - batch["logprobs_rollout"]).abs()
+            distance = distance[batch["response_mask"].bool()]
+            means.append(distance.mean().item())
+            maxima.append(torch.max(distance).item())
     return {"mean": max(means), "max": max(maxima)}
 
 
-def compare_and_exit(name: str) -> None:
-    """Compares one architecture, prints a line of JSON for the parent, and ends this process."""
+def compare(name: str) -> dict:
+    """Returns the row of an architecture."""
     from agent_loop import BadInput
 
+    row = {"name": name}
     try:
-        result = compare(name)
-        agrees = result["max"] < 1e-3 and result["mean"] < 1e-5
-        result["verdict"] = "agrees" if agrees else "**disagrees**"
+        row |= differences(name)
+        agrees = row["max"] < 1e-3 and row["mean"] < 1e-5
+        verdict = "agrees" if agrees else "**disagrees**"
     except BadInput as error:
-        result = {"verdict": f"refused: {error}"}
+        verdict = f"refused: {error}"
     except Exception as error:
-        result = {"verdict": f"fails: {type(error).__name__}: {error}"}
-    print("RESULT " + json.dumps(result), flush=True)
-    os._exit(0)  # an engine leaves nothing to tidy up
-
-
-def in_own_process(name: str) -> dict:
-    """Compares one architecture in a process of its own; returns its row of the table."""
-    command = [sys.executable, __file__, name, "--one"]
-    result = {"verdict": "fails: no answer"}
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        for line in done.stdout.splitlines():
-            if line.startswith("RESULT "):
-                result = json.loads(line.removeprefix("RESULT "))
-    verdict = " ".join(result["verdict"].split()).replace("|", "/")
-    verdict = re.sub(r"--model \S+ has", "the model has", verdict)
-    return {"name": name, **result, "verdict": verdict.split(" [type=")[0][:160]}
+        verdict = f"fails: {type(error).__name__}: {error}"
+    return row | {"verdict": " ".join(verdict.split()).replace("|", "/")[:160]}
 
 
 def main() -> None:
     """Compares the architectures, each in a process of its own, and prints the table."""
     parser = common.make_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help=", ".join(ARCHITECTURES))
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        return compare_and_exit(options.names[0])
     print("| architecture | engine and trainer | mean | max |\n| --- | --- | --- | --- |")
     rows = []
     for name in options.names or ARCHITECTURES:
-        row = in_own_process(name)
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            row = pool.submit(compare, name).result()
         numbers = [f"{row[key]:.1e}" if key in row else "" for key in ("mean", "max")]
         print(f"| {name} | {row['verdict']} | {' | '.join(numbers)} |", flush=True)
         rows.append(row)

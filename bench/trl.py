@@ -3,17 +3,16 @@
     pip install trl==1.16.0 datasets
     python bench/trl.py --rounds 7
     python bench/trl.py --trl generate vllm     # TRL with vLLM in its process, too
-    python bench/trl.py --prompt_tokens 300     # tool schemas before every question
+    python bench/trl.py --prompt_tokens 300     # so many of tool schemas before every question
     python bench/trl.py --free                  # responses end where the model ends them
     python bench/trl.py --trl                   # flatrl alone; TRL need not be installed
     python bench/trl.py --trl vllm --batch 16   # responses in one pass of TRL: all by default
 
 Both train the same model on the same prompts, with the same lengths, updates, precision and
-threads. flatrl is `train.main` with this file as its task, TRL is `GRPOTrainer.train`. Each
-side has a process of its own, and they take turns: a side makes one step, and waits until the
-others have made theirs. On a GPU one side ends before the next begins, so that each has all the
-memory. A step is timed from outside, and each side tells its parts. There is
-one update a step, no KL, no evaluation and no checkpoint. On a CPU all is float32.
+threads. flatrl is `train.main` with this file as its task, TRL is `GRPOTrainer.train`. Each side has
+a process of its own, and they take turns: a side makes one step, and waits until the others have
+made theirs. On a GPU one side ends before the next begins, so that each has all the memory. A step
+has one update, no KL, no evaluation and no checkpoint. On a CPU all is float32.
 """
 
 import argparse
@@ -25,17 +24,14 @@ import os
 import statistics
 import tempfile
 import time
-from bisect import bisect
 
 import common
 from transformers import AutoTokenizer
 from transformers.utils import get_json_schema
 
-from agent_loop import render
 from examples import calculator
 
 ENDLESS = 10**6  # steps: the parent ends the processes
-PARTS = ("sync", "generate", "update")
 
 # ---------------------------------------------------------------- the task of both
 
@@ -52,21 +48,11 @@ def load(split: str) -> list[dict]:
 
 
 def system_prompt(model: str, n_tokens: int) -> str:
-    """Returns instructions and tool schemas that make the first prompt n_tokens long."""
-    if not n_tokens:
-        return ""
+    """Returns instructions and tool schemas of n_tokens tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    question = calculator.load("train")[0]["prompt"]
     schema = json.dumps(get_json_schema(calculator.calculator))
     text = f"You are an assistant with tools. {schema} " * (1 + n_tokens // 50)
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-
-    def prompt_length(n: int) -> int:
-        system = {"role": "system", "content": tokenizer.decode(token_ids[:n])}
-        return len(render(tokenizer, [system, *question]))
-
-    longest = bisect(range(n_tokens), n_tokens, key=prompt_length) - 1
-    return tokenizer.decode(token_ids[:longest])
+    return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:n_tokens])
 
 
 def score(text: str) -> float:
@@ -256,15 +242,6 @@ def one_step(pipe) -> dict[str, float]:
     return {"step": time.perf_counter() - started, **parts}
 
 
-def measure(sides: list[str], options: argparse.Namespace, folder: str) -> dict[str, list]:
-    """Returns the steps of each side, without those of the warm-up."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return by_turns(sides, options, folder)
-    return {name: by_turns([name], options, folder)[name] for name in sides}
-
-
 def by_turns(sides: list[str], options: argparse.Namespace, folder: str) -> dict[str, list]:
     """Lets the sides make their steps by turns; returns them without those of the warm-up."""
     steps: dict[str, list] = {name: [] for name in sides}
@@ -276,8 +253,7 @@ def by_turns(sides: list[str], options: argparse.Namespace, folder: str) -> dict
             for name, (_, pipe) in started.items():
                 steps[name].append(one_step(pipe))
             seconds = ", ".join(f"{name} {made[-1]['step']:.2f} s" for name, made in steps.items())
-            title = "warm-up" if i < options.warm_up else "round"
-            print(f"{title}: {seconds}", flush=True)
+            print(f"{'warm-up' if i < options.warm_up else 'round'}: {seconds}", flush=True)
     finally:
         for process, _ in started.values():
             process.kill()
@@ -287,13 +263,13 @@ def by_turns(sides: list[str], options: argparse.Namespace, folder: str) -> dict
 
 def print_table(steps: dict[str, list]) -> list[dict]:
     """Prints the medians of each side's parts, and the ratios of the rounds; returns the rows."""
-    columns = ("length", "step", *PARTS)
+    columns = ("length", "step", "sync", "generate", "update")
     print(f"\n{'':16}" + "".join(f"{name:>10}" for name in columns) + "   flatrl is faster by")
     rows = []
     for name, made in steps.items():
         row = {"side": name}
         for column in columns:
-            row[column] = statistics.median(step.get(column, 0.0) for step in made)
+            row[column] = statistics.median(step[column] for step in made)
         text = "".join(f"{row[column]:10.3f}" for column in columns)
         if name != "flatrl":
             pairs = zip(made, steps["flatrl"], strict=True)
@@ -307,6 +283,8 @@ def print_table(steps: dict[str, list]) -> list[dict]:
 
 def main() -> None:
     """Builds the model if none is given, measures the sides, and prints the table."""
+    import torch
+
     numbers = dict(prompts=16, group_size=8, tokens=64, rounds=5, warm_up=2, prompt_tokens=0)
     parser = common.make_parser(__doc__, **numbers)
     parser.add_argument("--model", help="default: a random model of 2.6M parameters")
@@ -315,14 +293,16 @@ def main() -> None:
     parser.add_argument("--free", action="store_true", help="--tokens is only the limit")
     parser.add_argument("--engine_args", default="{}", help="as in train.py")
     options = parser.parse_args()
-    if options.trl and common.missing_for_trl():
-        parser.error(common.missing_for_trl())
     sides = ["flatrl", *(f"TRL, {name}" for name in options.trl)]
+    steps = {}
     with tempfile.TemporaryDirectory() as folder:
         options.model = options.model or common.random_model(f"{folder}/model", **common.LARGER)
         os.environ["BENCH_PROMPTS"] = str(options.prompts)
         os.environ["BENCH_SYSTEM"] = system_prompt(options.model, options.prompt_tokens)
-        common.write_rows(options.out, print_table(measure(sides, options, folder)))
+        alone = torch.cuda.is_available()
+        for together in [[name] for name in sides] if alone else [sides]:
+            steps |= by_turns(together, options, folder)
+        common.write_rows(options.out, print_table(steps))
 
 
 if __name__ == "__main__":

@@ -7,19 +7,15 @@
 
     flatrl      train.score_tokens; train.optimise: one optimiser step, GRPO, no KL
     unshared    the same, with every trajectory as a sequence of its own
-    bare        transformers' forward (sdpa) on right-padded rows, log-softmax, backward, AdamW
+    bare        transformers' forward (sdpa) on whole rows, log-softmax, backward, AdamW
 
-All sides get the same random trajectories and take turns in one process; all must give the same
-logprobs first. Responses have equal lengths, so that no row has padding to lose time on. The
-table has the seconds of scoring and of an update, how many times flatrl's they are, the tokens
-that pass the network, and the memory: on CUDA the peak of an update, on a CPU the most that its
-forward passes keep for their backward passes.
+All sides get the same random trajectories, of equal lengths, and take turns in one process. First,
+all must give the same logprobs. The table has the seconds of scoring and of an update, and how many
+times flatrl's they are.
 """
 
 import argparse
-import os
 import tempfile
-from collections import Counter
 from functools import partial
 
 import common
@@ -28,10 +24,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import data
 import train
-from agent_loop import AgentLoopOutput
+from agent_loop import TokenOutput
 from flatrl import devices
 
 LR = 0.0  # the same work, and all sides keep the same weights
+IN_PREFIX_ORDER = data.in_prefix_order  # finds what rows share
+
+
+def unshared(batch: dict, rows: list[int]) -> data.MicroBatch:
+    """Takes the place of data.in_prefix_order: no row shares anything."""
+    return data.MicroBatch(list(rows), batch["lengths"][rows].tolist(), [0] * len(rows))
 
 
 def trajectories(options: argparse.Namespace, vocab_size: int, P: int, R: int) -> dict:
@@ -45,15 +47,9 @@ def trajectories(options: argparse.Namespace, vocab_size: int, P: int, R: int) -
     for _ in range(options.prompts):
         shared = random_ids(P)
         for _ in range(options.group_size):
-            output = AgentLoopOutput(
-                prompt_ids=random_ids(P) if options.distinct else shared,
-                response_ids=random_ids(R),
-                response_mask=[1] * R,
-                response_logprobs=[0.0] * R,
-                response_versions=[0] * R,
-                reward=0.0,
-            )
-            outputs.append(output)
+            prompt = random_ids(P) if options.distinct else shared
+            answer = TokenOutput(random_ids(R), [0.0] * R, [0] * R, "length", prompt)
+            outputs.append(common.as_output(prompt, answer))
     batch = data.collate(outputs)
     batch["unit_tokens"] = batch["response_mask"].sum(-1)  # every row is a unit
     advantages = torch.randn(len(outputs), generator=generator)
@@ -61,198 +57,103 @@ def trajectories(options: argparse.Namespace, vocab_size: int, P: int, R: int) -
     return batch
 
 
-# ---------------------------------------------------------------- the sides
-
-
 class Flatrl:
-    """flatrl's own scoring and update."""
+    """flatrl's own scoring and update. in_prefix_order: finds what rows share, or is `unshared`."""
 
-    in_prefix_order = staticmethod(data.in_prefix_order)  # finds what rows share
-
-    def __init__(self, options: argparse.Namespace, args: train.Args, accelerator):
+    def __init__(self, args: train.Args, accelerator, in_prefix_order=IN_PREFIX_ORDER):
         self.args = args
         self.accelerator = accelerator
+        self.in_prefix_order = in_prefix_order
         self.learner = train.Learner(train.Policy(args), LR, 1, args, accelerator)
-        self.model = self.learner.net
-
-    def sizes(self, batch: dict) -> list[int]:
-        """Returns the tokens of each micro-batch that pass the network."""
-        data.in_prefix_order = self.in_prefix_order
-        rows = range(len(batch["lengths"]))
-        most = self.args.tokens_per_micro_batch
-        micros = data.micro_batches_of_this_rank(batch, rows, most)
-        packed = [self.model.pack(batch, micro)["inputs"] for micro in micros]
-        return [inputs["input_ids"].numel() for inputs in packed]
 
     def score(self, batch: dict) -> torch.Tensor:
         data.in_prefix_order = self.in_prefix_order
-        return train.score_tokens(self.model, batch, self.args)["logprobs"]
+        return train.score_tokens(self.learner.net, batch, self.args)["logprobs"]
 
     def update(self, batch: dict) -> None:
         data.in_prefix_order = self.in_prefix_order
-        rows = range(len(batch["lengths"]))
-        names = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
         train.optimise(
             self.learner,
             train.policy_objective,
             batch,
-            names,
-            rows,
+            ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"],
+            range(len(batch["lengths"])),
             self.args,
             self.accelerator,
         )
 
 
-class Unshared(Flatrl):
-    """The same, with every trajectory as a sequence of its own."""
-
-    @staticmethod
-    def in_prefix_order(batch, rows):
-        """Takes the place of data.in_prefix_order: no row shares anything."""
-        return data.MicroBatch(list(rows), batch["lengths"][rows].tolist(), [0] * len(rows))
-
-
 class Bare:
-    """A bare loop of transformers' forward and backward pass, on right-padded rows."""
+    """A bare loop of transformers' forward and backward pass, on whole rows."""
 
-    def __init__(self, options: argparse.Namespace, args: train.Args, accelerator):
-        self.tokens = options.micro_batch
+    def __init__(self, args: train.Args, accelerator):
+        self.tokens = args.tokens_per_micro_batch
         self.accelerator = accelerator
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
         self.model = model.to(accelerator.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LR, weight_decay=0.0)
 
-    def sizes(self, batch: dict) -> list[int]:
-        """Returns the tokens of each micro-batch, padding included."""
-        return [micro["input_ids"].numel() for micro in self.micro_batches(batch)]
-
-    def micro_batches(self, batch: dict) -> list[dict]:
-        """Cuts a batch into as few equal parts as the budget of tokens allows."""
-        B, L = batch["input_ids"].shape
-        T = batch["response_mask"].shape[1]
-        names = ("input_ids", "lengths", "response_mask", "advantages")
-        columns = {name: batch[name] for name in names}
-        columns["response_ids"] = batch["input_ids"][:, L - T :]
-        n = -(-B // max(1, self.tokens // L))
-        device = self.accelerator.device
-        return [
-            {name: column[rows].to(device) for name, column in columns.items()}
-            for rows in torch.arange(B).tensor_split(n)
-        ]
-
-    def logprobs(self, micro: dict) -> torch.Tensor:
+    def logprobs(self, batch: dict, rows: torch.Tensor) -> torch.Tensor:
         """Returns the logprobs of the responses' tokens, (rows, T)."""
-        lengths = micro["lengths"]
-        positions = torch.arange(micro["input_ids"].shape[1], device=lengths.device)
+        device = self.accelerator.device
+        T = batch["response_mask"].shape[1]
+        ids = batch["input_ids"][rows].to(device)
         with self.accelerator.autocast():
-            logits = self.model(
-                input_ids=micro["input_ids"],
-                attention_mask=(positions < lengths[:, None]).long(),
-                use_cache=False,
-                logits_to_keep=micro["response_ids"].shape[1] + 1,
-            ).logits[:, :-1]
-        chosen = micro["response_ids"][..., None]
+            logits = self.model(ids, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]
+        chosen = ids[:, -T:, None]
         return logits.float().log_softmax(-1).gather(-1, chosen)[..., 0]
+
+    def micro_batches(self, batch: dict) -> list[torch.Tensor]:
+        """Cuts the rows into as few equal parts as the budget of tokens allows."""
+        B, L = batch["input_ids"].shape
+        return torch.arange(B).tensor_split(-(-B // max(1, self.tokens // L)))
 
     @torch.no_grad()
     def score(self, batch: dict) -> torch.Tensor:
-        parts = [self.logprobs(micro) for micro in self.micro_batches(batch)]
+        parts = [self.logprobs(batch, rows) for rows in self.micro_batches(batch)]
         return torch.cat(parts).float().cpu()
 
     def update(self, batch: dict) -> None:
         """Makes one optimiser step on the mean of -advantage * logprob over all tokens."""
-        n_tokens = batch["response_mask"].sum().item()
-        for micro in self.micro_batches(batch):
-            weighted = self.logprobs(micro) * micro["advantages"] * micro["response_mask"]
-            (-weighted.sum() / n_tokens).backward()
+        for rows in self.micro_batches(batch):
+            logprobs = self.logprobs(batch, rows)
+            weighted = logprobs * batch["advantages"][rows].to(logprobs.device)
+            (-weighted.sum() / batch["response_mask"].sum()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
-SIDES = {"flatrl": Flatrl, "unshared": Unshared, "bare": Bare}
-
-# ---------------------------------------------------------------- measuring
-
-
-class SavedMemory:
-    """Counts the bytes that forward passes keep for their backward passes, each storage once;
-    `peak` is the most."""
-
-    def __init__(self, weights):
-        self.weights = {parameter.untyped_storage().data_ptr() for parameter in weights}
-        self.n_users = Counter()  # kept tensors of each storage
-        self.bytes = 0
-        self.peak = 0
-
-    def keep(self, tensor):
-        return KeptTensor(self, tensor)
-
-    def change(self, storage, n: int) -> None:
-        """Notes that a storage has one kept tensor more (n = 1) or fewer (n = -1)."""
-        address = storage.data_ptr()
-        before = self.n_users[address]
-        self.n_users[address] += n
-        if address in self.weights or (before > 0) == (before + n > 0):
-            return
-        self.bytes += n * storage.nbytes()
-        self.peak = max(self.peak, self.bytes)
-
-
-class KeptTensor:
-    """A tensor that autograd keeps: it counts until it is collected."""
-
-    def __init__(self, memory: SavedMemory, tensor):
-        self.memory = memory
-        self.tensor = tensor
-        self.storage = tensor.untyped_storage()
-        memory.change(self.storage, 1)
-
-    def __del__(self):
-        self.memory.change(self.storage, -1)
-
-
-def peak_memory(side, batch: dict) -> float:
-    """Returns the MB of an update, at its peak."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        side.update(batch)
-        return (torch.cuda.max_memory_allocated() - before) / 1e6
-    memory = SavedMemory(side.model.parameters())
-    with torch.autograd.graph.saved_tensors_hooks(memory.keep, lambda kept: kept.tensor):
-        side.update(batch)
-    return memory.peak / 1e6
+SIDES = {
+    "flatrl": Flatrl,
+    "unshared": partial(Flatrl, in_prefix_order=unshared),
+    "bare": Bare,
+}
 
 
 def measure(sides: dict, batch: dict, rounds: int) -> list[dict]:
     """Compares the sides' logprobs, times the sides by turns, prints and returns their rows."""
-    scores = {name: side.score(batch) for name, side in sides.items()}  # also a warm-up
-    for name, score in scores.items():
-        largest = (score - scores["flatrl"]).abs().max().item()
-        tolerance = 1e-3
-        if torch.cuda.is_available():  # where bare rounds logits to bfloat16
-            tolerance = 0.5 if name == "bare" else 0.1
-        assert largest < tolerance, f"{name}'s logprobs are {largest} off"
-    memory = {name: peak_memory(side, batch) for name, side in sides.items()}
-    timings = [
-        {
-            (name, work): common.seconds(partial(getattr(side, work), batch))
-            for name, side in sides.items()
-            for work in ("score", "update")
-        }
-        for _ in range(rounds)
-    ]
-    rows = []
+    ours = sides["flatrl"].score(batch)
     for name, side in sides.items():
-        sizes = side.sizes(batch)
-        row = {"side": name, "tokens": sum(sizes), "passes": len(sizes), "mb": memory[name]}
+        largest = (side.score(batch) - ours).abs().max().item()
+        tolerance = 0.5 if torch.cuda.is_available() else 1e-3  # bare rounds logits to bfloat16
+        assert largest < tolerance, f"{name}'s logprobs are {largest} off"
+        side.update(batch)  # a warm-up
+    times = {(name, work): [] for name in sides for work in ("score", "update")}
+    for _ in range(rounds):
+        for name, work in times:
+            call = partial(getattr(sides[name], work), batch)
+            times[name, work].append(common.seconds(call))
+    rows = []
+    for name in sides:
+        row = {"side": name}
         text = f"  {name:9}"
         for work in ("score", "update"):
-            ratios = [timing[name, work] / timing["flatrl", work] for timing in timings]
-            row[f"{work}_s"] = common.of_rounds([timing[name, work] for timing in timings])[0]
+            pairs = zip(times[name, work], times["flatrl", work], strict=True)
+            ratios = [theirs / ours for theirs, ours in pairs]
+            row[f"{work}_s"] = common.of_rounds(times[name, work])[0]
             row[f"{work}_ratio"] = common.of_rounds(ratios)[0]
             text += f" {row[f'{work}_s']:9.3f} s {common.spread(ratios):>20}"
-        print(f"{text} {sum(sizes):7,} tokens in {len(sizes)} passes, {memory[name]:,.0f} MB")
+        print(text)
         rows.append(row)
     return rows
 
@@ -267,21 +168,16 @@ def main() -> None:
     parser.add_argument("--distinct", action="store_true", help="no prompt is shared")
     parser.add_argument("--against", nargs="*", default=["unshared", "bare"], help="other sides")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as options.folder:
-        if not options.model:
-            larger = common.LARGER | {"max_position_embeddings": 4096}
-            options.model = common.random_model(f"{options.folder}/model", **larger)
-        args = train.Args(model=options.model, tokens_per_micro_batch=options.micro_batch)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        larger = common.LARGER | {"max_position_embeddings": 4096}
+        model = options.model or common.random_model(folder, **larger)
+        args = train.Args(model=model, tokens_per_micro_batch=options.micro_batch)
         accelerator, _ = devices.start_processes(args)
         train.complete_flags(args, accelerator.device.type == "cuda")
         data.register_packed_attention()
-        sides = {
-            name: SIDES[name](options, args, accelerator) for name in ("flatrl", *options.against)
-        }
-        vocab_size = AutoConfig.from_pretrained(options.model).get_text_config().vocab_size
-        threads = os.environ["OMP_NUM_THREADS"]
-        print(f"{options.prompts} x {options.group_size}, {accelerator.device}, {threads} threads")
-        rows = []
+        sides = {name: SIDES[name](args, accelerator) for name in ("flatrl", *options.against)}
+        vocab_size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
         for P in options.prompt_tokens:
             for R in options.response_tokens:
                 print(f"prompts of {P}, responses of {R} tokens", flush=True)

@@ -12,7 +12,7 @@ SHORT = "--prompts 2 --group_size 2 --rounds 1".split()
 # number.
 RUNS = {
     "gpu": (
-        "--device cpu --cycles 2".split(),
+        "--size tiny --cycles 2".split(),
         r"logprobs, float32 \| mean #, max # (?s:.*) \| sleep \| 2 cycles \| # GiB freed, # lost",
     ),
     "models": (
@@ -20,12 +20,8 @@ RUNS = {
         r"\| qwen3_moe \| agrees \| # \| # \|\n\| nothing \| fails: KeyError: 'nothing' \|  \|  \|",
     ),
     "rollout": (
-        [
-            *SHORT,
-            *"--turns 2 --spread tail --tokens 4 --sliding_window 8 --cpu_seconds".split(),
-            *ENGINE,
-        ],
-        "prefill apart: # s a turn, of LLM.generate #",
+        [*SHORT, *"--turns 2 --spread tail --tokens 4".split(), *ENGINE],
+        f"^ratio {RATIO}, the engine is idle for #% of a rollout",
     ),
     "trl": (
         [*SHORT, *"--model MODEL --tokens 4 --warm_up 1 --prompt_tokens 60 --trl".split(), *ENGINE],
@@ -33,7 +29,7 @@ RUNS = {
     ),
     "update": (
         [*SHORT, *"--model MODEL --prompt_tokens 8 --response_tokens 4".split()],
-        f"^ +bare +# s +{RATIO} +# s +{RATIO} +# tokens in # passes, # MB",
+        f"^ +bare +# s +{RATIO} +# s +{RATIO}$",
     ),
 }
 
