@@ -9,10 +9,10 @@
     python bench/trl.py --trl vllm --batch 16   # responses in one pass of TRL: all by default
 
 Both train the same model on the same prompts, with the same lengths, updates, precision and
-threads. flatrl is `train.main` with this file as its task, TRL is `GRPOTrainer.train`. Each side has
-a process of its own, and they take turns: a side makes one step, and waits until the others have
-made theirs. On a GPU one side ends before the next begins, so that each has all the memory. A step
-has one update, no KL, no evaluation and no checkpoint. On a CPU all is float32.
+threads. flatrl is `train.main` with this file as its task, TRL is `GRPOTrainer.train`. Each side
+has a process of its own, and they take turns: a side makes one step, and waits until the others
+have made theirs. On a GPU one side ends before the next begins, so that each has all the memory. A
+step has one update, no KL, no evaluation and no checkpoint. On a CPU all is float32.
 """
 
 import argparse
