@@ -14,6 +14,7 @@ if __name__ == "__main__":
     prepare_process()  # sets OMP_NUM_THREADS, which torch reads when it is imported
 
 import contextlib
+import importlib.util
 import math
 import time
 from collections import defaultdict
@@ -31,12 +32,12 @@ from torch import Tensor, nn
 import data
 import losses
 from agent_loop import BadInput
-from flatrl import checkpoints, layers, models, notices
+from flatrl import checkpoints, layers, models
 from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
 from flatrl.bad_input import need, pickled_state
 from flatrl.devices import offload, start_processes, wrap
-from flatrl.log import Log, SilentLog, read_rollouts, replay_file
+from flatrl.log import Listener, Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean, means
 from flatrl.processes import (
     Background, Stop, Stopped, all_sum, on_main, raise_if_stopped, run_as_script)
@@ -48,6 +49,8 @@ from losses import BT, LossAndStats, N
 from rollout import Engine, Pool, Rollouts, rollout, training_pool, wait_for_rewards
 
 VALUE_CLIP = 0.5  # clip of the critic's value loss (PPO)
+# What listens to a run: modules of flatrl/ and their classes. A release may leave any of them out.
+LISTENERS = {"trackers": "Tracker", "watch": "Watch", "report": "Report", "notices": "Notices"}
 
 
 def main(args: Args):
@@ -71,9 +74,9 @@ def main(args: Args):
             score_batch(run, batch, step)  # logprobs_old, logprobs_ref and values, if needed
             batch, metrics = add_rewards(run, rollouts, batch)
             metrics["step"] = step + 1
-            if run.engine:  # not with --replay, whose files have them
-                log.rollouts(f"step_{step + 1:06d}", rollouts.outputs, rollouts.errors)
+            name = f"step_{step + 1:06d}"  # of the file of rollouts
             if args.rollout_only:
+                log.rollouts(name, rollouts.outputs, rollouts.errors)
                 run.done = step + 1
                 log.metrics(metrics)
                 continue
@@ -82,6 +85,7 @@ def main(args: Args):
             metrics |= set_token_rewards(run, batch, step)  # batch.token_rewards, (N, S)
             batch["advantages"] = estimate_advantages(batch, rollouts, args, run.estimator_state)
             run.clock.lap("advantages")
+            log.rollouts(name, rollouts.outputs, rollouts.errors, batch)
             if args.mask_truncated:
                 batch.mask_truncated()
 
@@ -571,7 +575,7 @@ def check_agreement(run: "Run", batch: data.Batch, version: int, difference: flo
         return
     problem = disagreement(run.tokenizer, batch, version, difference, bound)
     if args.allow_mismatch or args.sampling().keys() - NEUTRAL_SAMPLING:
-        run.log.warn_once(problem)
+        run.log.warn(problem)
         run.mismatch_is_known = True
         return
     close(run)  # on all ranks together; otherwise the others would report a lost rank
@@ -843,8 +847,8 @@ def setup(args: Args) -> Run:
     log = SilentLog()
     if accelerator.is_main_process:
         log = Log(args, tokenizer, state.get("step", 0), training_rows)
-        # Printed now, because starting the engine may take minutes.
-        log.notices.start(rows, all_rows, policy, device)
+        log.listeners = listeners(log)
+        log.start(rows, all_rows, policy, device)  # now: starting the engine may take minutes
     engine = None
     if not args.replay:
         image_token_id = getattr(processor, "image_token_id", None)
@@ -872,6 +876,18 @@ def setup(args: Args) -> Run:
     if engine:
         run.pool = training_pool(run, run.done, state.get("next_prompt", 0))
     return run
+
+
+def listeners(log: Log) -> list[Listener]:
+    """Returns those of LISTENERS that are in flatrl/. Raises BadInput if W&B can't be used."""
+    can_track = importlib.util.find_spec("flatrl.trackers")
+    need(can_track or not log.args.wandb_project, "--wandb_project needs flatrl/trackers.py")
+    found = []
+    for module, name in LISTENERS.items():
+        if importlib.util.find_spec(f"flatrl.{module}"):
+            listener = getattr(importlib.import_module(f"flatrl.{module}"), name)
+            found.append(listener(log))
+    return found
 
 
 def check_input(args: Args) -> tuple:
@@ -954,24 +970,23 @@ def build_networks(args: Args, accelerator, policy: Policy, reference) -> tuple:
 def finish(run: Run):
     """Saves the last checkpoint and, if training is complete, the policy in Hugging Face format.
 
-    Prints a summary and ends the run. Raises Stopped after a stop, BadInput if nothing is saved."""
+    Raises Stopped after a stop, and BadInput if something can't be saved."""
     args = run.args
     say = run.log.say
     put_to_sleep(run)
-    saved = args.rollout_only or checkpoints.save_checkpoint(run)
+    if not args.rollout_only:
+        checkpoints.save_checkpoint(run)
     final = run.folder / "final"
     best = checkpoints.best_checkpoint(run.folder)
     if args.rollout_only:
         say(f"{run.done} steps of rollouts are in {run.folder / 'rollouts'}")
     elif run.done < args.num_steps:
         say(f"stopped after step {run.done}")
-    elif run.done and checkpoints.save_policy(run, final):  # --num_steps 0 only evaluates
+    elif run.done:  # --num_steps 0 only evaluates
+        checkpoints.save_policy(run, final)
         which = "best" if run.rows["val"] else "latest"
         say(f"the trained policy is in {final}, the {which} saved checkpoint is {best}")
-        saved = True
-    say(notices.summary(args, run.done, best))
     close(run)
-    need(saved, "nothing of the last steps could be saved")
     if run.stop.requested:  # all is saved, but a run that was stopped must not return 0
         raise Stopped
 

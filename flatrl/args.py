@@ -17,8 +17,6 @@ from flatrl.devices import device_defaults
 from flatrl.files import absolute
 from flatrl.flags import check_value, flag, parse_flags
 from flatrl.log import steps_to_replay
-from flatrl.processes import on_main
-from flatrl.trackers import check_account
 from flatrl.vllm_engine import check_arguments
 
 # The flags that --algo sets. A preset changes those of "grpo"; the user's own flags win.
@@ -502,8 +500,6 @@ def check_registered(args: Args):
     need(args.kl_coef or asks or not args.ref_model,
          "--ref_model has an effect only with a --kl_coef, or where the estimator or objective "
          "asks for logprobs_ref")
-    if args.wandb_project:
-        on_main(check_account)
 
 
 def check_effects(args: Args):

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 
 from flatrl.bad_input import BadInput, need, pickled_state, refusing
 from flatrl.files import logged
-from flatrl.log import or_warn
 from flatrl.models import whole, whole_weights
 from flatrl.processes import on_main
 from flatrl.terminal import shown
@@ -117,13 +116,12 @@ def training_state(run, saved: Sequence[str] = ()) -> dict:
     return state
 
 
-@or_warn(BadInput)  # it is raised on all ranks
 @shown("saving a checkpoint")
 def save_checkpoint(run):
     """Saves the training state after run.done steps, unless it is saved already.
 
-    The decorator returns True if it is saved, and False after a warning. A kill never leaves half
-    a checkpoint: a new one gets its name last, and an old one is renamed before it is deleted."""
+    A kill never leaves half a checkpoint: a new one gets its name last, and an old one is
+    renamed before it is deleted. Raises BadInput on all ranks, for example on a full disk."""
     from torch.distributed.checkpoint import CheckpointException, save
 
     if run.saved == run.done:
@@ -230,7 +228,6 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
 # ---------------------------------------------------------------- the trained policy
 
 
-@or_warn(BadInput)
 @shown("saving the policy")
 def save_policy(run, folder: Path):
     """Writes the policy in Hugging Face format, with its tokenizer or processor.

@@ -2,51 +2,48 @@
 the terminal. Only the main rank writes."""
 
 import contextlib
-import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from tqdm import tqdm
 
 from agent_loop import RESPONSE_LISTS, AgentLoopOutput, numeric_entries, total_reward
-from flatrl import notices
-from flatrl.bad_input import need, refusing
+from flatrl.bad_input import need, reason, refusing
 from flatrl.files import is_dumped, read_json_lines, to_json_lines, write_whole
 from flatrl.models import versions
 
 GIT = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
 
 
-def or_warn(*errors: type[Exception]) -> Callable:
-    """Returns a decorator for functions that write, so that a full disk does not end a run.
+class Listener:
+    """Follows a run. train.LISTENERS names the subclasses, which override what they need.
 
-    The decorated function returns True if it succeeded. If one of `errors` is raised, it logs a
-    warning and returns False. Its first argument is a Log, or has the attribute `log`."""
+    log: the run's Log. An error in one of these methods is only a warning."""
 
-    def decorate(write):
-        @functools.wraps(write)
-        def attempt(self, *args):
-            try:
-                write(self, *args)
-                return True
-            except errors as error:
-                log = getattr(self, "log", self)
-                reason = str(error).strip().split("\n")[-1]
-                log.say(f"warning: {write.__name__}: {type(error).__name__}: {reason}")
-                return False
+    def __init__(self, log: "Log"):
+        self.log = log
 
-        return attempt
+    def start(self, rows: dict, rows_read: dict, policy, device):
+        """Called before the engine starts.
 
-    return decorate
+        rows: by split, "train" and "val"; rows_read: the same with overlong ones; policy: the
+        network; device: where it will be."""
+
+    def metrics(self, row: dict, rollouts=None, batch=None):
+        """Called after each step, and after the first evaluation.
+
+        row: the metrics; rollouts, batch: those of the step, if it trained."""
+
+    def close(self):
+        """Called at the end of the run."""
 
 
 class Log:
-    """The files and the table of a run. It owns the notices (report, W&B, warnings)."""
+    """The files and the table of a run. It tells its `listeners` of each event."""
 
     # title (at least as wide as a number), metric and format
     COLUMNS = [
@@ -71,9 +68,7 @@ class Log:
         self.steps_done = steps_done
         self.folder = Path(args.output_dir)
         self.n_lines = 0  # of the table
-        self.warned = set()  # texts of warnings
-        self.terminal = sys.stdout  # a tool's redirect_stdout may leave another in its place
-        self.unwritten = b""  # of metrics.jsonl, because the disk was full
+        self.listeners: list[Listener] = []
         self.about = {
             "args": asdict(args),
             "training_rows": training_rows,
@@ -92,32 +87,29 @@ class Log:
                 rows.append(row)
         if rows:
             write_whole(file, to_json_lines(rows))
-        self.notices = notices.Notices(self, self.about, rows)
 
     def write_about(self):
         """Writes args.json: flags, a hash of the training rows, versions, commit, command."""
         write_whole(self.folder / "args.json", f"{json.dumps(self.about, indent=2)}\n")
 
-    @or_warn(Exception)
-    def metrics(self, metrics: dict, *learned):
+    def start(self, *plan):
+        """Tells the listeners what the run is about to do. See `Listener.start`."""
+        self._tell("start", *plan)
+
+    def metrics(self, row: dict, rollouts=None, batch=None):
         """Writes a step's metrics: one JSON object in metrics.jsonl, one line of the table.
 
-        learned: the step's rollouts and batch, if it trained. The report keeps their
-        advantages and the trainer's logprobs."""
-        self.unwritten += to_json_lines([metrics]).encode(errors="backslashreplace")
-        self._say_table_line(metrics)
-        # Without a buffer a kill loses nothing. On a full disk a part may be written: the rest
-        # follows with the next step.
-        with (self.folder / "metrics.jsonl").open("ab", buffering=0) as file:
-            n_written = file.write(self.unwritten)
-            self.unwritten = self.unwritten[n_written:]
-        self.notices.step(metrics, *learned)
+        rollouts, batch: those of the step, if it trained."""
+        with (self.folder / "metrics.jsonl").open("ab") as file:
+            file.write(to_json_lines([row]).encode(errors="backslashreplace"))
+        self._say_table_line(row)
+        self._tell("metrics", row, rollouts, batch)
 
-    def _say_table_line(self, metrics):
+    def _say_table_line(self, row):
         """Prints a step's line of the table, and the titles above every 20th."""
-        values = numeric_entries(metrics)
+        values = numeric_entries(row)
         titles = "     step"
-        line = f"{metrics['step']:>4}/{self.args.num_steps:<4}"
+        line = f"{row['step']:>4}/{self.args.num_steps:<4}"
         for title, name, form in self.COLUMNS:
             cell = format(values[name], form) if name in values else ""
             titles += f"  {title}"
@@ -127,18 +119,26 @@ class Log:
         self.n_lines += 1
         self.say(line)
 
-    @or_warn(Exception)
-    def rollouts(self, name: str, outputs: list[AgentLoopOutput], errors: list[dict]):
-        """Writes rollouts/<name>.jsonl: a line for each failure, and for each output of the groups
-        that --dump_rollouts keeps. An error of any kind is only a warning (`or_warn`).
+    def rollouts(
+        self, name: str, outputs: list[AgentLoopOutput], errors: list[dict], batch=None
+    ):
+        """Writes rollouts/<name>.jsonl: a line for each output of the groups that --dump_rollouts
+        keeps, and one for each failure.
 
-        Of images only the number is written. Without any line there is no file."""
+        batch: that of the step; its outputs get their advantages: a number if all sampled tokens
+        have the same, else a list. Of images only the number is written. Without any line there
+        is no file."""
+        advantages = {}  # by id: an output has no key of its own
+        if batch:
+            for output, of_tokens in zip(batch.outputs, batch["advantages"].tolist(), strict=True):
+                advantages[id(output)] = _of_sampled(output, of_tokens)
         lines = []
         for output in outputs:
             if not is_dumped(output.extra["prompt"], self.args.dump_rollouts):
                 continue
             line = {"index": output.extra.get("index"), "total_reward": total_reward(output)}
             line |= vars(output) | {"images": len(output.images)}
+            line["advantages"] = advantages.get(id(output))
             for key in ("prompt_ids", *RESPONSE_LISTS):  # thousands of numbers: they come last
                 line[key] = [*line.pop(key)]
             lines.append(line)
@@ -146,20 +146,26 @@ class Log:
         if lines:
             write_whole(self.folder / "rollouts" / f"{name}.jsonl", to_json_lines(lines))
 
-    def say(self, text: str, file=None):
+    def say(self, text: str):
         """Prints a text on the terminal, above the progress bars."""
         with contextlib.suppress(OSError):  # the terminal may be gone
-            tqdm.write(text, file=file or self.terminal)
+            tqdm.write(text)
 
-    def warn_once(self, text: str):
-        """Prints a warning unless the same text was printed before."""
-        if text not in self.warned:
-            self.warned.add(text)
-            self.say(f"warning: {text}", sys.stderr)
+    def warn(self, text: str):
+        """Prints a warning."""
+        self.say(f"warning: {text}")
 
-    @or_warn(Exception)
     def close(self):
-        self.notices.close()
+        """Tells the listeners that the run ends."""
+        self._tell("close")
+
+    def _tell(self, event: str, *what):
+        """Calls a method of all listeners."""
+        for listener in self.listeners:
+            try:
+                getattr(listener, event)(*what)
+            except Exception as error:
+                self.warn(f"{type(listener).__name__}: {reason(error)}")
 
 
 class SilentLog:
@@ -167,6 +173,14 @@ class SilentLog:
 
     def __getattr__(self, name):
         return lambda *args: None
+
+
+def _of_sampled(output: AgentLoopOutput, values: list[float]) -> float | list[float] | None:
+    """Returns the values of an output's sampled tokens: one number if all are equal.
+
+    values: of all tokens, perhaps with padding behind them."""
+    sampled = [round(x, 4) for x, bit in zip(values, output.response_mask) if bit]
+    return sampled[0] if len(set(sampled)) == 1 else sampled
 
 
 def git_hash() -> str:

@@ -1,194 +1,214 @@
-"""<output_dir>/report.html: a run on one page, kept up to date while it trains.
+"""<output_dir>/report.html: a run on one page, with its curves, trajectories and flags.
 
     python -m flatrl.report runs/calculator   # writes runs/calculator/report.html again
-    python -m flatrl.report runs/a runs/b     # two runs on one page: ./report.html
+    python -m flatrl.report runs/a runs/b     # several runs on one page: ./report.html
 
-The page holds every number of metrics.jsonl, and a sample of the trajectories in
-rollouts/*.jsonl. These files are written before the update. `keep_learned` writes what the
-update knew about each trajectory (advantages, the trainer's logprobs) after it, into
-learned/step_*.jsonl.
-
-page.html is the page. Its data is one JSON element, and its script turns them into text
-nodes, never into HTML. The page needs no server and loads nothing. This module needs nothing
-but Python; with the transformers package, tokens are shown as text."""
+A run writes its page after each evaluation and at its end. The page holds every number of
+metrics.jsonl, and whole groups of trajectories from some of the files in rollouts/. page.html is
+the page: its script turns the data, one JSON element, into text nodes, never into HTML."""
 
 import argparse
-import contextlib
+import functools
+import itertools
 import json
-import secrets
+import math
+import re
 import time
-from collections.abc import Callable
+from numbers import Real
 from pathlib import Path
 
-from agent_loop import numeric_entries
-from flatrl.files import is_dumped, read_json_lines, to_json_lines, write_whole
-from flatrl.report_trajectories import TRAJECTORIES, draw, single
+from flatrl.files import read_json_lines, write_whole
+from flatrl.log import Listener
 
 PAGE = Path(__file__).with_name("page.html")
-SHARE = 0.02  # of the run's time that may go into writing the page
+FILES = 8  # of training steps, and as many of evaluations, whose trajectories are shown
+TOKENS = 400_000  # of trajectories on a page; more if single groups are larger
+MAX_CHARACTER_TOKENS = 7  # after this many tokens without a whole character, show it as broken
 
 
-def read_about(folder: Path) -> dict:
-    """Returns args.json: flags, git hash, versions, command."""
-    return json.loads((folder / "args.json").read_text(encoding="utf-8"))
+class Report(Listener):
+    """Writes the page of a run."""
+
+    def metrics(self, row, rollouts=None, batch=None):
+        if "eval/reward" in row:
+            self.close()
+
+    def close(self):
+        folder = self.log.folder
+        write_page([read_run(folder, self.log.tokenizer)], folder / "report.html")
 
 
-def load_tokenizer(folder: Path):
-    """Returns the tokenizer in final/, else that of the model in args.json, else None.
-
-    It reads only files on this machine and never runs a model's own code: the folder may be a
-    stranger's."""
-    for source in folder / "final", read_about(folder)["args"]["model"]:
-        with contextlib.suppress(Exception):  # no such folder, damaged files, no transformers
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer.from_pretrained(
-                source, local_files_only=True, trust_remote_code=False
-            )
-    return None
+def write_page(runs: list[dict], file: Path):
+    """Writes the page of runs that `read_run` has read."""
+    head, tail = PAGE.read_text(encoding="utf-8").split("__DATA__")
+    data = json.dumps({"written": round(time.time()), "runs": runs}, separators=(",", ":"))
+    write_whole(file, head + data.replace("<", "\\u003c") + tail)  # no text can end the element
 
 
-def read_run(folder: Path, tokenizer, max_trajectories: int = TRAJECTORIES) -> dict:
+def read_run(folder: Path, tokenizer, n_tokens: int = TOKENS) -> dict:
     """Returns a run's data for the page. tokenizer: None shows tokens as numbers."""
-    rows = [numeric_entries(row) for row in read_json_lines(folder / "metrics.jsonl")]
+    about = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+    rows = list(read_json_lines(folder / "metrics.jsonl"))
     names = sorted(set().union(*rows))
-    trajectories, total = draw(folder, tokenizer, max_trajectories)
-    notes = []
-    if not total:
-        notes.append(
-            "No trajectories: this run wrote no rollouts (--replay reads those of another run)."
-        )
-    elif len(trajectories) < total:
-        notes.append(
-            f"{len(trajectories):,} of {total:,} trajectories are on this page: whole groups, "
-            "drawn at random from every step and evaluation. All are in rollouts/."
-        )
-    special = []  # texts of special tokens
-    if tokenizer:
-        tokens = tokenizer.added_tokens_decoder.values()
-        special = [token.content for token in tokens if token.special]
-    else:
-        notes.append(
-            "Tokens are shown as numbers: neither final/ nor the model of args.json has a "
-            "tokenizer here, or the transformers package is not installed here."
-        )
     return {
         "name": folder.resolve().name,
-        "about": read_about(folder),
-        "notes": notes,
-        "columns": {name: [row.get(name) for row in rows] for name in names},
-        "special": special,
-        "trajectories": trajectories,
-        "total": total,
+        "args": about["args"],
+        "about": {
+            "command": " ".join(about["command"]),
+            "git": about["git"],
+            **about["versions"],
+        },
+        "columns": {name: [number(row.get(name)) for row in rows] for name in names},
+        "trajectories": draw(folder, tokenizer, n_tokens),
     }
 
 
-# ---------------------------------------------------------------- writing
+def number(value) -> float | None:
+    """Returns a finite number as it is, and anything else as None: JSON knows no NaN."""
+    return value if isinstance(value, Real) and math.isfinite(value) else None
 
 
-def to_page_json(value) -> str:
-    """Returns JSON that is safe within a page: ASCII, without "<".
-
-    JSON knows no NaN and no infinities: they become the strings "nan", "inf" and "-inf"."""
-    known = json.loads(json.dumps(value), parse_constant=lambda constant: str(float(constant)))
-    return json.dumps(known, separators=(",", ":")).replace("<", "\\u003c")
+# ---------------------------------------------------------------- trajectories
 
 
-def write(runs: list[dict], file: Path):
-    """Writes the page of runs that `read_run` has read.
+def draw(folder: Path, tokenizer, n_tokens: int) -> list[dict]:
+    """Returns trajectories of evenly spaced steps and evaluations, the first and last included.
 
-    A browser runs only the script with the page's nonce, so none from a run's texts."""
-    page = PAGE.read_text(encoding="utf-8").replace("__NONCE__", secrets.token_hex(16))
-    head, tail = page.split("__DATA__")
-    data = to_page_json({"written": round(time.time()), "runs": runs})
-    write_whole(file, head + data + tail)
-
-
-class LiveReport:
-    """The report of a run that trains.
-
-    No method raises: a report that can't be written is a warning."""
-
-    def __init__(self, folder: Path, tokenizer, warn: Callable[[str], None], share: float = 1.0):
-        self.folder = folder
-        self.share = share  # --dump_rollouts
-        self.tokenizer = tokenizer
-        self.warn = warn
-        self.next_write = 0.0  # on time.monotonic's clock
-
-    def step(self, step: int = 0, outputs: list = (), batch: dict | None = None):
-        """Writes the page, but not so often that it takes more than SHARE of the run's time.
-
-        outputs, batch: those of the step's update, if there was one."""
-        try:
-            if batch:
-                file = self.folder / "learned" / f"step_{step:06d}.jsonl"
-                keep_learned(file, outputs, batch, self.share)
-            started = time.monotonic()
-            if started >= self.next_write:
-                write([read_run(self.folder, self.tokenizer)], self.folder / "report.html")
-                ended = time.monotonic()
-                self.next_write = ended + (ended - started) / SHARE
-        except Exception as error:
-            self.warn(f"report.html can't be written: {type(error).__name__}: {error}")
-
-    def close(self):
-        """Writes the page at the end of the run."""
-        self.next_write = 0.0
-        self.step()
+    Each file gives its first groups, so that every evaluation shows the same rows."""
+    files = []
+    for kind in ("eval", "step"):
+        files += spread(sorted((folder / "rollouts").glob(f"{kind}_*.jsonl")))
+    drawn = []
+    for file in files:
+        kind, _, step = file.stem.partition("_")
+        for line in first_groups(file, n_tokens // len(files)):
+            drawn.append({"kind": kind, "step": int(step)} | show(line, tokenizer))
+    return drawn
 
 
-def keep_learned(file: Path, outputs: list, batch: dict, share: float = 1.0):
-    """Writes learned/step_*.jsonl: what an update knew about each sampled output.
+def spread(files: list[Path]) -> list[Path]:
+    """Returns at most FILES of the files, evenly spaced, with the first and the last."""
+    if len(files) <= FILES:
+        return files
+    return [files[(len(files) - 1) * k // (FILES - 1)] for k in range(FILES)]
 
-    outputs: those of the batch's rows. share: --dump_rollouts. A line of the file holds:
 
-        prompt, sample, segment   as in rollouts/*.jsonl
-        advantage    of each sampled token, or one number where all are equal
-        logp_diff    of each sampled token, the trainer's logprob minus the engine's, two digits
-        trained      false for what --mask_truncated left out of the loss: its logp_diff is
-                     empty, because the update has no logprobs for it"""
+def first_groups(file: Path, n_tokens: int) -> list[dict]:
+    """Returns the lines of a file's first groups, at least one, until they have n_tokens tokens.
+
+    Failures, which have no tokens, stand behind all groups and are left out."""
+    outputs = (line for line in read_json_lines(file) if "response_ids" in line)
     lines = []
-    differences = batch["logprobs_old"] - batch["logprobs_rollout"]  # (B, T)
-    is_trained = batch["response_mask"].any(-1).tolist()  # (B,)
-    columns = zip(outputs, batch["advantages"], differences, is_trained, strict=True)
-    for output, advantages, difference, trained in columns:
-        if "demonstration" in output.extra or not is_dumped(output.extra["prompt"], share):
+    for _, group in itertools.groupby(outputs, lambda line: line["extra"]["prompt"]):
+        group = list(group)
+        n_tokens -= sum(len(line["prompt_ids"] + line["response_ids"]) for line in group)
+        if lines and n_tokens < 0:
+            break
+        lines += group
+    return lines
+
+
+def show(line: dict, tokenizer) -> dict:
+    """Returns what the page shows of a line of rollouts/*.jsonl."""
+    extra = line["extra"]
+    reward = line["reward"]
+    parts = reward if isinstance(reward, dict) else {}
+    marks = [name for name in ("greedy", "filtered", "demonstration") if name in extra]
+    prompt = "".join(token_texts(tokenizer, line["prompt_ids"]))
+    return {
+        "prompt": extra["prompt"],
+        "sample": extra["sample"],
+        "segment": extra["segment"],
+        "unit": line["unit"],
+        "marks": marks,
+        "text": re.sub(r"(<[^<>]+>)\1{7,}", r"\1 ... \1", prompt),  # an image's placeholders
+        "n_prompt": len(line["prompt_ids"]),
+        "reward": number(line["total_reward"]),
+        "parts": {name: value for name, value in parts.items() if number(value) is not None},
+        "turn_rewards": line["turn_rewards"],
+        "stop": line["stop_reason"],
+        "turns": line["num_turns"],
+        "tokens": token_texts(tokenizer, line["response_ids"]),
+        "mask": line["response_mask"],
+        "logprobs": [round(x, 3) for x in line["response_logprobs"]],
+        "advantages": line.get("advantages"),
+    }
+
+
+@functools.cache
+def added_text(tokenizer, *ids: int) -> str:
+    """Returns the text that consecutive tokens add behind another token.
+
+    They are decoded behind one, which is then cut off, because some tokenizers drop the space
+    before the very first token. Without a tokenizer, the text of token 7 is ⟨7⟩."""
+    if not tokenizer:
+        return f"⟨{ids[0]}⟩"
+    first = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    return decode([*first, *ids])[len(decode(first)) :]
+
+
+def token_texts(tokenizer, ids: list[int]) -> list[str]:
+    """Returns the text that each token adds. The last token of a character gets all of it."""
+    texts = []
+    pending = []  # ids whose character is not complete yet
+    for position, token_id in enumerate(ids, 1):
+        pending.append(token_id)
+        text = added_text(tokenizer, *pending)
+        is_last = position == len(ids) or len(pending) == MAX_CHARACTER_TOKENS
+        if "\ufffd" in text and not is_last:
+            text = ""
+        else:
+            pending = []
+        texts.append(text)
+    return texts
+
+
+# ---------------------------------------------------------------- the command
+
+
+def load_tokenizer(folder: Path):
+    """Returns the tokenizer of final/, else of the run's model; None if neither is on this machine.
+
+    A model's own code never runs: the folder may be a stranger's."""
+    from transformers import AutoTokenizer
+
+    model = json.loads((folder / "args.json").read_text(encoding="utf-8"))["args"]["model"]
+    for source in (folder / "final", model):
+        try:
+            return AutoTokenizer.from_pretrained(
+                source,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+        except (OSError, ValueError):
             continue
-        sampled = [i for i, is_sampled in enumerate(output.response_mask) if is_sampled]
-        line = {key: output.extra[key] for key in ("prompt", "sample", "segment")}
-        line["trained"] = trained or not sampled  # nothing to leave out in a constrained reply
-        line["advantage"] = single(advantages[sampled].tolist() or [0.0])
-        line["logp_diff"] = []
-        if trained:
-            line["logp_diff"] = [float(f"{x:.1e}") for x in difference[sampled].tolist()]
-        lines.append(line)
-    write_whole(file, to_json_lines(lines))
+    return None
 
 
 def main(arguments: list[str] | None = None):
     """The command: see the module's docstring."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="the --output_dir of a run"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="the --output_dir of a run",
     )
-    parser.add_argument(
-        "--trajectories", type=int, default=TRAJECTORIES, help="on the page (%(default)s)"
-    )
-    args = parser.parse_args(arguments)
-    folders = args.runs
-    runs = []
+    folders = parser.parse_args(arguments).runs
     for folder in folders:
         if not (folder / "args.json").is_file():
             parser.error(f"{folder} has no args.json: is it a run's --output_dir?")
-        max_trajectories = max(1, args.trajectories // len(folders))
-        runs.append(read_run(folder, load_tokenizer(folder), max_trajectories))
+    n_tokens = TOKENS // len(folders)
+    runs = [read_run(folder, load_tokenizer(folder), n_tokens) for folder in folders]
     page = Path("report.html")
     if len(folders) == 1:
         page = folders[0] / page
-    write(runs, page)
+    write_page(runs, page)
     print(page)
 
 

@@ -69,14 +69,6 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
     return row
 
 
-def unseen(row: dict) -> list[str]:
-    """Returns the columns of a row without `images` that seem to hold images, videos or audio."""
-    if row.get("images"):
-        return []
-    media = ("image", "video", "videos", "audio", "audios")
-    return [column for column in media if row.get(column)]
-
-
 def tool_schemas(row: dict, task) -> list[dict]:
     """Returns the schemas of the task's tools that the row has."""
     return [tool.schema for tool in task_tools(task, row_kwargs(row, "tools_kwargs")).values()]

@@ -73,7 +73,7 @@ def test_the_bounds(found, flags, ends, monkeypatch):
     warned = []
     monkeypatch.setattr(train, "close", closed.append)
     monkeypatch.setattr(train, "disagreement", lambda *_: "they disagree")
-    log = types.SimpleNamespace(warn_once=warned.append)
+    log = types.SimpleNamespace(warn=warned.append)
     args = Args(**{"dtype": "float32"} | flags)
     one = types.SimpleNamespace(
         args=args, log=log, engine=object(), tokenizer=None, mismatch_is_known=False)

@@ -84,7 +84,7 @@ def make_run(folder: Path, **flags):
 
 def save(run, *steps: int):
     for run.done in steps:
-        assert checkpoints.save_checkpoint(run)
+        checkpoints.save_checkpoint(run)
 
 
 def test_the_latest_checkpoints_and_the_best_are_kept_and_half_ones_removed(

@@ -1,6 +1,5 @@
 """The log: the files of a run, its table, and how a resumed run starts."""
 
-import io
 import itertools
 import json
 import statistics
@@ -12,7 +11,7 @@ from conftest import output_of, rows_of
 
 import data
 from agent_loop import AgentLoopOutput
-from flatrl import checkpoints, notices, terminal
+from flatrl import checkpoints, terminal
 from flatrl.log import Log
 from flatrl.metrics import describe_eval
 from flatrl.terminal import Bar
@@ -38,15 +37,6 @@ def test_args_versions_and_the_commit_are_kept(args, tmp_path, monkeypatch):
     about.pop("git")  # "" where there is none
     launched = {"command": sys.argv, "processes": 2}
     assert about == {"args": vars(args), "training_rows": "a hash"} | launched
-
-
-def test_lines_are_printed_although_a_tool_has_redirected_stdout(args, capsys, monkeypatch):
-    log = Log(args, None, 0)
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    log.say("a line")
-    assert sys.stdout.getvalue() == ""
-    monkeypatch.undo()
-    assert capsys.readouterr().out == "a line\n"
 
 
 def test_a_step_is_a_json_object_and_a_line_of_the_table(args, tmp_path, capsys):
@@ -105,7 +95,7 @@ def test_rollouts_are_a_line_each(args, tmp_path):
     log.rollouts("step_000004", outputs, errors)
     first, second, third = rows_of(tmp_path / "run/rollouts/step_000004.jsonl")
     expected = vars(outputs[0]) | {"index": "row-9", "total_reward": 1.25, "images": 0}
-    assert first == expected | {"turn_rewards": [[0, 0.25]]}
+    assert first == expected | {"turn_rewards": [[0, 0.25]], "advantages": None}
     assert second["images"] == 2 and second["index"] is None
     assert second["metrics"] == {"tools": "{1}"}
     assert third == errors[0]
@@ -119,17 +109,6 @@ def test_rollouts_are_a_line_each(args, tmp_path):
     assert third == errors[0]
     log.rollouts("eval_000001", [], [])
     assert not (tmp_path / "run/rollouts/eval_000001.jsonl").exists()
-
-
-def test_a_trajectory_is_shown_and_a_warning_is_printed_once(args, capsys):
-    log = Log(args, None, 0)
-    tokenizer = SimpleNamespace(decode=lambda ids: "<|image_pad|>" * 3 + f" {ids} é")
-    log.say(notices.whole_text(an_output(reward=0.5, stop_reason="length"), tokenizer))
-    for text in ("odd", "odd", "even"):
-        log.warn_once(text)
-    out, err = capsys.readouterr()
-    assert "\n[tokens of an image] [1, 2, 7, 8] é\n" in out and "reward 0.5, length" in out
-    assert err == "warning: odd\nwarning: even\n"
 
 
 def evaluation(scores: list[list], rows: list[dict]) -> dict[str, float]:
