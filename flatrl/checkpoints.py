@@ -34,11 +34,7 @@ def claim_folder(args):
     or if --resume finds no checkpoint."""
     folder = Path(args.output_dir)
     if args.resume:
-        need(
-            checkpoints(folder),
-            f"--resume: no checkpoint in {folder}: give the run's --output_dir, or start without "
-            "--resume in another one",
-        )
+        need(checkpoints(folder), f"--resume: no checkpoint in {folder}: give another --output_dir")
     else:
         names = ("metrics.jsonl", "checkpoints", "final")
         need(
@@ -50,9 +46,7 @@ def claim_folder(args):
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a child does not inherit this lock
     except BlockingIOError:
-        raise BadInput(
-            f"another run is writing to {folder}: choose another --output_dir, or wait for its end"
-        ) from None
+        raise BadInput(f"another run is writing to {folder}: give another --output_dir") from None
 
 
 def read_checkpoint(args) -> tuple[Path | None, dict]:
@@ -87,13 +81,11 @@ def check_changes(args, training_rows: str, state: dict) -> list[str]:
     if training_rows != about["training_rows"]:
         need(
             args.resume == "changed",
-            "--resume: the training rows are not those of the run; give --resume changed to "
-            "continue with these",
+            "--resume: the training rows are not those of the run: --resume changed accepts them",
         )
         need(
             not state["history"],
-            "--resume changed: the history of the task's `sampler` is about other rows: start "
-            "another run",
+            "--resume changed: the history of the task's `sampler` is about other rows",
         )
     return changed
 
@@ -129,14 +121,13 @@ def save_checkpoint(run):
     folder = run.folder / "checkpoints"
     temporary = folder / f".step_{run.done:06d}"
     state = training_state(run)
-    on_main(_remove_incomplete, folder)  # also those of a run that was killed
     try:
         save(state, checkpoint_id=temporary)
         on_main(_complete, run, temporary, list(state))
     except CheckpointException as error:  # on all ranks, too
         raise BadInput(str(error)) from None
     finally:
-        on_main(_remove_incomplete, folder)
+        _remove_incomplete(folder)
     run.saved = run.done
 
 
@@ -162,6 +153,7 @@ def _complete(run, temporary, parts):
 
 
 def _remove_incomplete(folder):
+    """Removes checkpoints without a name: also the one that a killed run was saving."""
     for path in folder.glob(".step_*"):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -27,9 +27,9 @@ CHUNK = 4096  # columns of the vocabulary in a block of logits: fewer, larger st
 def task_model(task: ModuleType, args) -> str:
     """Returns the folder of the model that the task's build_model makes. It is cached.
 
-    The name of the folder has a hash of all that the model depends on. With --resume it is the
-    run's own model, because the task may have been edited since."""
-    # Tasks that import build_model from another task share its model.
+    The name of the folder has a hash of all that the model depends on. Tasks that import
+    build_model from another task share its model. With --resume it is the run's own model, because
+    the task may have been edited since."""
     source = Path(inspect.getsourcefile(task.build_model))
     shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # tasks import it
     texts = [file.read_text() for file in (source, *shared)]
@@ -103,8 +103,7 @@ def load_for_training(auto_class: str, args, attention) -> nn.Module:
     for key in ("missing_keys", "mismatched_keys"):  # transformers draws these at random
         need(
             not info[key],
-            f"{args.model} does not match its config.json: "
-            f"{key.replace('_', ' ')} {sorted(info[key])[:3]}",
+            f"{args.model} does not match its config.json: {key} {sorted(info[key])[:3]}",
         )
     return model
 
@@ -113,24 +112,19 @@ def load_config(args):
     """Loads the model's configuration.
 
     Raises BadInput if there is none, or if the trainer doesn't implement such a model."""
-    is_path = args.model.startswith(("/", ".", "~", "runs/")) or args.model.count("/") > 1
-    need(
-        os.path.isdir(args.model) or not is_path,
-        f"{args.model}: there is no such folder",
-    )
-    config = from_pretrained(
-        "AutoConfig", args, "is neither a model folder nor a model that can be loaded"
-    )
+    is_path = args.model.startswith(("/", ".", "~")) or args.model.count("/") > 1
+    need(os.path.isdir(args.model) or not is_path, f"{args.model}: there is no such folder")
+    problem = "is neither a model folder nor a model that can be loaded"
+    config = from_pretrained("AutoConfig", args, problem)
     need(
         not getattr(config, "quantization_config", None),
-        f"{args.model} is quantised: only unquantised weights can be trained, choose "
-        "a version that has them",
+        f"{args.model} is quantised: only unquantised weights can be trained",
     )
     text = config.get_text_config()
     need(
         args.allow_mismatch or not getattr(text, "kv_lora_rank", None),
-        f"{args.model} has multi-head latent attention, in which engine and trainer "
-        "were seen to disagree: choose another, or --allow_mismatch",
+        f"{args.model} has multi-head latent attention, in which engine and trainer disagreed: "
+        "choose another, or --allow_mismatch",
     )
     return config
 
@@ -174,11 +168,8 @@ def logit_settings(model: nn.Module, args) -> dict:
     """Returns how a causal model makes its logits, as arguments of losses.token_logprobs.
 
     Raises BadInput if its output head has a bias."""
-    need(
-        model.get_output_embeddings().bias is None,
-        f"{args.model} has a bias in its output head, which token_logprobs doesn't "
-        "implement",
-    )
+    has_bias = model.get_output_embeddings().bias is not None
+    need(not has_bias, f"{args.model} has a bias in its output head: not implemented")
     text = model.config.get_text_config()
     # Cohere multiplies logits by logit_scale, and Granite divides them by logits_scaling.
     scale = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
@@ -193,9 +184,7 @@ def lr_factor(optimizer, args, num_steps: int) -> Callable[[int], float]:
     """Returns a function of the step: the share of the learning rate, by --lr_schedule."""
     from transformers import get_scheduler
 
-    schedule = args.lr_schedule
-    if schedule == "constant":
-        schedule = "constant_with_warmup"
+    schedule = args.lr_schedule.replace("constant", "constant_with_warmup")
     scheduler = get_scheduler(schedule, optimizer, args.warmup_steps, num_steps)
     (factor,) = scheduler.lr_lambdas  # all that is used of it
     return factor
@@ -225,8 +214,7 @@ def load_tokenizer(args, task=None) -> tuple:
         tokenizer = from_pretrained("AutoTokenizer", args, "has no tokenizer that can be loaded")
     need(
         vocab_size(tokenizer) <= config.get_text_config().vocab_size,
-        f"{args.model}: its tokenizer has more tokens than its config.json has in "
-        "vocab_size: it is another model's, or was added to",
+        f"{args.model}: its tokenizer has more tokens than the vocab_size of its config.json",
     )
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)
@@ -259,9 +247,8 @@ def load_processor(args, config):
         f"{args.model}: with vision only models like Qwen2.5-VL (M-RoPE) are supported",
     )
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
-    processor = from_pretrained(
-        "AutoProcessor", args, "has vision, but its processor can't be loaded", **settings
-    )
+    problem = "has vision, but its processor can't be loaded"
+    processor = from_pretrained("AutoProcessor", args, problem, **settings)
     tokenizer = processor.tokenizer
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     return processor

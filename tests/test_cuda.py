@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from fixed_batch import batch_of
 
 import data
-import rollout
 import train
 from agent_loop import BadInput
 from flatrl import devices, layers, vllm_engine
@@ -135,25 +134,3 @@ def test_cuda_graphs_are_captured_for_all_batches(args, monkeypatch, flags, conf
     arguments = vllm_engine.vllm_arguments("x", dataclasses.replace(args, **flags), CUDA)
     names = ("disable_custom_all_reduce", "max_cudagraph_capture_size")
     assert {name: arguments[name] for name in names if name in arguments} == expected
-
-
-def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monkeypatch):
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    free = [39_900_000_000]
-    woken = []
-    taken = types.SimpleNamespace(get_current_usage=lambda: 40_000_000_000)
-    monkeypatch.setattr(CuMemAllocator, "get_instance", lambda: taken)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[-1], 80_000_000_000))
-    engine = object.__new__(rollout.Engine)
-    engine.state = "asleep"
-    engine.memory = {}
-    engine.core = types.SimpleNamespace(wake_up=lambda tags: woken.append(tags))
-    said = "the engine takes 40.0 GB of a GPU, the trainer leaves 39.9: lower --gpu_memory_util"
-    with pytest.raises(BadInput, match=said):
-        engine.wake_weights()
-    assert woken == []
-    free.append(40_000_000_000)
-    engine.wake_weights()
-    assert woken == [["weights"]]

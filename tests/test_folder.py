@@ -228,7 +228,7 @@ def test_a_model_without_all_its_weights_is_refused(tiny_model, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(BadInput, match="missing keys ..model.layers.0.mlp.up_proj.weight"):
+    with pytest.raises(BadInput, match="missing_keys ..model.layers.0.mlp.up_proj.weight"):
         models.load_for_training("AutoModelForCausalLM", Args(model=str(folder)), "eager")
 
 
