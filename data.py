@@ -158,8 +158,15 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     def length_of(number: int, row: dict) -> int:
         return _prompt_length(f"row {number}", row, chat_tokenizer, task, args, processor)
 
-    if args.prompt_truncate_side != "none":
-        rows = _cut_to(limit, rows, length_of, chat_tokenizer, args.prompt_truncate_side)
+    uncut = rows
+    side = args.prompt_truncate_side
+
+    def cut(number: int) -> dict:
+        length_of_row = functools.partial(length_of, number)
+        return _cut(uncut[number], limit, length_of_row, chat_tokenizer, side)
+
+    if side != "none":
+        rows = Rows(cut, range(len(uncut)))
 
     def check_all() -> np.ndarray:
         lengths = [length_of(number, row) for number, row in enumerate(Bar(rows, "prompts"))]
@@ -180,51 +187,29 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     return Rows(rows.__getitem__, fitting)
 
 
-def _cut_to(
-    limit: int,
-    rows: Sequence[dict],
-    length_of: Callable,
-    tokenizer,
-    side: str,
-) -> Rows:
-    """Returns the rows with their overlong prompts cut to `limit` tokens.
+def _cut(row: dict, limit: int, length_of: Callable, tokenizer, side: str) -> dict:
+    """Shortens the texts of a row's prompt, in place, until the prompt has `limit` tokens.
 
-    The longest text of a prompt is shortened, and keeps its `side` (`shorten`). If there is too
-    little to cut, the prompt stays too long. length_of(number of a row, row): the number of tokens
-    in its prompt."""
+    The longest text comes first, and keeps its `side` (`shorten`). If there is too little to cut,
+    the prompt stays too long. length_of(row): the number of tokens in its prompt."""
 
-    def n_tokens(text):
+    def n_tokens(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
 
-    def cut(number: int) -> dict:
-        """Returns row `number`, cut in place: a row that is kept in memory is cut once."""
-        row = rows[number]
-        places = _text_places(row["prompt"])
-        while places and (excess := length_of(number, row) - limit) > 0:
-            message, key = max(places, key=lambda place: len(place[0][place[1]]))
-            n_now = n_tokens(message[key])
-            n_kept = n_now - excess - n_tokens("...")
-            if n_kept < 1:
-                break
-            shortened = shorten(message[key], n_kept, side, tokenizer)
-            if n_tokens(shortened) >= n_now:  # cutting inside a character can add tokens
-                break
-            message[key] = shortened
-        return row
-
-    return Rows(cut, range(len(rows)))
-
-
-def _text_places(messages: list[dict]) -> list[tuple[dict, str]]:
-    """Returns the places of the texts of messages: (a message or a part of one, its key)."""
-    places = []
-    for message in messages:
+    places = []  # of the texts: a message or a part of one, and the key
+    for message in row["prompt"]:
         content = message.get("content")
         if isinstance(content, str):
             places.append((message, "content"))
         else:
             places += [(part, "text") for part in content or () if "text" in part]
-    return places
+    places.sort(key=lambda place: len(place[0][place[1]]), reverse=True)
+    for message, key in places:
+        excess = length_of(row) - limit
+        n_kept = n_tokens(message[key]) - excess - n_tokens("...")
+        if excess > 0 and n_kept > 0:
+            message[key] = shorten(message[key], n_kept, side, tokenizer)
+    return row
 
 
 def _prompt_length(
@@ -697,17 +682,6 @@ def turns_of_units(batch: Batch) -> list[int]:
     return losses.turn_starts(batch.layout.mask).sum(1).tolist()
 
 
-def total_rewards(outputs: Outputs) -> list[tuple[int, float]]:
-    """Returns the prompt and the total reward of each unit, as the task gave it."""
-    turn_rewards = defaultdict(float)
-    for output in outputs:
-        turn_rewards[unit_of(output)] += sum(reward for _, reward in output.turn_rewards)
-    return [
-        (output.extra["prompt"], outcome(output) + turn_rewards[unit_of(output)])
-        for output in last_outputs(outputs)
-    ]
-
-
 def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]]:
     """Yields the rows of each optimiser step: in every epoch, n nearly equal shares of the prompts.
 
@@ -742,13 +716,11 @@ def count_globally(
     rows: list[int],
     names: Sequence[str],
 ) -> dict[str, float]:
-    """Returns the counts of a mini-batch over all ranks, by name.
+    """Returns the counts of a mini-batch over all ranks: tokens, units and imitation_tokens.
 
-    These are "tokens", "units" and "imitation_tokens", which are 0 if "imitation_mask" is not among
-    the names.
-
-    rows: those of the whole mini-batch. Nothing is communicated, because every rank holds the
-    whole batch. batch["unit_tokens"], (B,): the mask-1 tokens in the whole unit of each row."""
+    The latter is 0 unless "imitation_mask" is among the names. rows: those of the whole mini-batch.
+    Nothing is communicated, because every rank holds the whole batch. batch["unit_tokens"], (B,):
+    the mask-1 tokens in the whole unit of each row."""
     mask = batch["response_mask"][rows]
     n_imitated = 0
     if "imitation_mask" in names:

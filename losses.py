@@ -635,8 +635,8 @@ def _reinforce(logprobs, advantages):
 
 
 # ---- Importance weights: from the engine's policy to the trainer's -------------------------
-# A correction takes the ratios of tokens, (B, T), or of rows, (B, 1), the bounds and the mask. It
-# returns the weights.
+# A correction takes the ratios of tokens, (B, T), or of rows, (B, 1), their bounds and the mask,
+# and returns the weights.
 
 
 def _unweighted(ratio, low, high, mask):
@@ -660,29 +660,20 @@ def _vetoed(ratio, low, high, mask):
     return torch.where(is_outside.any(-1, keepdim=True), 0, torch.ones_like(ratio))
 
 
+# Kind -> (function, default low, default high).
 _CORRECTIONS = {
-    "none": _unweighted,
-    "bypass": _unweighted,
-    "tis": _truncated,
-    "icepop": _dropped,
-    "seq_tis": _truncated,
-    "seq_mask": _dropped,
-    "geo_tis": _truncated,
-    "geo_mask": _dropped,
-    "veto": _vetoed,
+    "none": (_unweighted, 0.0, 1.0),
+    "bypass": (_unweighted, 0.0, 1.0),
+    "tis": (_truncated, 0.0, 2.0),
+    "icepop": (_dropped, 0.5, 5.0),
+    "seq_tis": (_truncated, 0.0, 2.0),
+    "seq_mask": (_dropped, 0.0, 3.0),
+    "geo_tis": (_truncated, 0.0, 2.0),
+    "geo_mask": (_dropped, 0.999, 1.002),
+    "veto": (_vetoed, 1e-4, 1e4),
 }
 # Kind -> default (low, high).
-ROLLOUT_CORRECTIONS = {
-    "none": (0.0, 1.0),
-    "bypass": (0.0, 1.0),
-    "tis": (0.0, 2.0),
-    "icepop": (0.5, 5.0),
-    "seq_tis": (0.0, 2.0),
-    "seq_mask": (0.0, 3.0),
-    "geo_tis": (0.0, 2.0),
-    "geo_mask": (0.999, 1.002),
-    "veto": (1e-4, 1e4),
-}
+ROLLOUT_CORRECTIONS = {kind: bounds for kind, (_, *bounds) in _CORRECTIONS.items()}
 
 
 @no_grad
@@ -731,7 +722,8 @@ def rollout_correction(
     elif kind.startswith("geo"):
         log_ratio = _row_mean(difference, mask)
     ratio = _ratio(log_ratio)
-    weights = _CORRECTIONS[kind](ratio, low, high, mask)
+    correction, *_ = _CORRECTIONS[kind]
+    weights = correction(ratio, low, high, mask)
     stats = {
         "rollout_kl": -difference,
         "rollout_ratio": ratio,

@@ -260,7 +260,8 @@ def add_rewards(
     if run.engine:  # a replayed rollout has its rewards
         wait_for_rewards(rollouts, run.background, run.stop)
     if run.history:  # the task has a `sampler`, which reads these rewards
-        for prompt, reward in data.total_rewards(rollouts.sampled):
+        units = data.by_unit(rollouts.sampled)
+        for prompt, reward in zip(units.prompts.tolist(), units.task_rewards.tolist()):
             run.history[prompt].append(reward)
     metrics = rollouts.metrics(run.engine)
     n_prompts = metrics["rollout/last_prompt"] + 1
