@@ -75,14 +75,12 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
     name = f"task_{file.stem}"
     spec = spec_from_file_location(name, file)
     module = module_from_spec(spec)
-    known = {*sys.modules} - {name}  # an earlier load of this file may have left it
     sys.modules[name] = module  # dataclasses and pickle look the module up by name
     folder = str(file.resolve().parent)
     if folder not in sys.path:  # as in `python my_project/task.py`, after train.py's folder
         sys.path.insert(1, folder)
     with refusing(f"--task {path} does not import", str(file)):
         spec.loader.exec_module(module)
-    module.__imported__ = {*sys.modules} - known  # see flatrl/contents.py
     for name in needs:
         need(
             callable(getattr(module, name, None)),
