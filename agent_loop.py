@@ -6,10 +6,11 @@ the template writes). One rule governs this file: *token in, token out*. Within 
 ids are appended verbatim and never tokenised again. The text between two sampled turns is the
 difference of two renderings of the chat template (`ChatTemplate.suffix`).
 
-In this order: settings and results; agent loops, from `Trajectory` and `AgentLoopBase` to
-`ToolAgentLoop`; what loops use: tools, interactions, parsed calls, user code and images. Then all
-that depends on a model's chat template, the longest part, because each model has its own:
-`ChatTemplate` learns what it does by rendering short made-up chats.
+In this order: settings and results; `Trajectory`; agent loops, from `AgentLoopBase` to
+`CompactingLoop`; tools and interactions. Then all that depends on a model's chat template, the
+longest part, because each model has its own: `ChatTemplate` learns what it does by rendering short
+made-up chats. Function tools and parsed calls are in flatrl/tools.py, deadlines and threads in
+flatrl/user_code.py, images in flatrl/vision.py.
 
 The words that code, documents, log and flags share:
     prompt      the chat messages in one row of the data set, and the task that they pose
@@ -28,31 +29,45 @@ coroutines on one background thread. Hundreds of them run at once, so they must 
 Names follow verl's agent loop (https://verl.readthedocs.io/en/latest/advance/agent_loop.html)."""
 
 import asyncio
-import contextvars
 import copy
 import functools
-import inspect
-import io
 import itertools
 import json
-import logging
 import math
-import queue
 import random
 import re
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from enum import EnumMeta
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from os.path import commonprefix
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 from uuid import uuid4
 
+# Task files import some of these names from here.
 from flatrl.bad_input import BadInput
+from flatrl.tools import (
+    RefusedCallError,
+    Signature,
+    call_id,
+    function_call,
+    parse_tool_calls,
+    set_tool_calls,
+    tool_text,
+)
+from flatrl.user_code import (  # noqa: F401
+    DEADLINE,
+    TOKEN_BREAK,
+    CallTimeoutError,
+    call,
+    checked_number,
+    checked_text,
+    clean,
+    in_thread,
+    in_time,
+)
+from flatrl.vision import expand, image_tokens, load_image, load_images
 
 # ---------------------------------------------------------------- settings and results
 
@@ -80,14 +95,6 @@ class LoopArgs:
     max_user_turns: int = setting(
         0, "a rollout ends after this many replies of a simulated user, who is then called once "
         "more, for the reward only; 0: no limit")
-    max_turn_tokens: int = setting(
-        0, "tokens of one turn. In a tool_agent, the policy is told that its turn was cut, and the "
-        "rollout continues; other loops just end it there; 0: no limit")
-    final_answer_tokens: int = setting(
-        0, "tokens of max_response_tokens that a tool_agent reserves for a final answer, which it "
-        "requests when a limit on turns or tokens would end the rollout; 0: off")
-    final_answer_request: str = setting(
-        "No turns are left. Give your final answer now.", "the message that asks for the answer")
     compact_at: int = setting(
         0, "tokens of prompt and response at which the agent `compacting` asks for a summary; "
         "0: three quarters of the window")
@@ -105,7 +112,8 @@ class LoopArgs:
         0.0, "seconds for a whole rollout. A tool_agent then ends, and keeps its tokens; other "
         "loops are cancelled later. With --max_staleness, updates count as well; 0: no limit")
     max_parallel_calls: int = setting(
-        8, "tool calls executed in one turn; others return an error to the model")
+        8, "tool calls executed in one turn; an error tells the model how many more there were. "
+        "Give 1 for templates that take one call a turn, as Llama 3.1's")
     max_tool_response_tokens: int = setting(
         256, "longer tool responses are cut to this length")
     tool_response_truncate_side: str = setting(
@@ -196,6 +204,18 @@ class AgentLoopOutput:
     def truncated(self) -> bool:
         """True if a limit on tokens or turns ended the output. A timeout does not count."""
         return self.stop_reason in ("length", "max_turns")
+
+
+@dataclass
+class ToolResponse:
+    """A tool's answer: text (see `tool_text`) and images (see `load_image`) for the model to read.
+
+    reward and metrics are recorded, and the model does not see them."""
+
+    text: str = ""
+    images: list = field(default_factory=list)
+    reward: float | None = None
+    metrics: dict = field(default_factory=dict)
 
 
 def outcome(output: AgentLoopOutput) -> float:
@@ -430,7 +450,6 @@ class Trajectory:
         )
 
 
-MAX_TOKEN_CHARACTERS = 16  # hardly any token is longer
 END_OF_PROMPT = 64  # tokens in which the prompt may open a thought
 
 
@@ -484,7 +503,7 @@ class AgentLoopBase:
         default all of the prompt. Raises ValueError unless the prompt has one placeholder for each
         of the row's images."""
         prompt = row["prompt"]
-        images = [_load_row_image(image) for image in row.get("images") or ()]
+        images = load_images(row.get("images") or ())
         engine_ids = self.chat_template().render(prompt, tools, trusted)
         prompt_ids = expand(engine_ids, images, self.processor)
         return Trajectory(prompt, prompt_ids, engine_ids, images, trusted)
@@ -493,13 +512,6 @@ class AgentLoopBase:
     def window(self):
         """The most tokens that the engine takes, prompt and response together; inf: no limit."""
         return self.args.max_model_len or math.inf
-
-    def too_long(self, messages: Sequence[dict]) -> bool:
-        """Returns True if messages are far too long for the window, without tokenising them.
-
-        Tokenising a very long text is slow."""
-        n_tokens = self.window + 64  # 64 is for the keys and brackets that `str` writes
-        return len(str(messages)) > MAX_TOKEN_CHARACTERS * n_tokens
 
     def room(self, trajectory: Trajectory, used: int | None = None) -> int:
         """Returns how many more response tokens fit both the rollout's budget and the window.
@@ -527,10 +539,7 @@ class AgentLoopBase:
         stop reason becomes "length".
 
         stops: see `stop_token_ids`. images: one for each placeholder in the messages."""
-        if self.too_long(messages):
-            trajectory.stop_reason = "length"
-            return False
-        images = [_load_row_image(image) for image in images]
+        images = load_images(images)
         template = self.chat_template(stops)
         try:
             fits = self._append_suffix(trajectory, template, messages, tools, images)
@@ -579,7 +588,7 @@ class AgentLoopBase:
         if room < 1:
             trajectory.stop_reason = "length"
             return None
-        max_tokens = min(room, self.turn_limit(sampling_params))
+        max_tokens = min(room, sampling_params.get("max_tokens") or room)
         out = await self.engine.generate(
             request_id=trajectory.request_id,
             prompt_ids=list(trajectory.engine_ids),
@@ -604,11 +613,6 @@ class AgentLoopBase:
         message, text = self._read_turn(before, content_ids)
         trajectory.messages.append(message)
         return text if out.stop_reason == "stop" else None
-
-    def turn_limit(self, sampling_params: dict) -> float:
-        """Returns the most tokens that one turn may have; inf: no limit."""
-        limits = (self.args.max_turn_tokens, sampling_params.get("max_tokens"))
-        return min(filter(None, limits), default=math.inf)  # 0 and None: no limit
 
     def _read_turn(self, before, ids):
         """Returns (message, text) for the ids of an assistant turn without its stop token.
@@ -686,34 +690,33 @@ class ToolAgentLoop(AgentLoopBase):
 
         pending -> generating -> processing_tools -> generating ...   the model calls tools
                               -> interacting -> generating ...        a simulated user answers
-                              -> told_of_cut -> generating ...        the turn was too long
                               -> None                                 the end
-        any of them, at a limit -> answering_last -> None             its last answer
-                                               -> interacting -> None a simulated user judges it
 
-    Most names of states are verl's. A state is a method that gets the trajectory and
-    returns the next state. A subclass adds one by returning it from another:
-    `return self.reflecting`. If a tool raises, exceeds its deadline or is called wrongly, the
-    model reads a message about it, and a metric counts it."""
+    The states have verl's names. A state is a method that gets the trajectory and returns the next
+    state. A subclass adds one by returning it from another: `return self.reflecting`. If a tool
+    raises, exceeds its deadline or is called wrongly, the model reads a message about it, and a
+    metric counts it."""
 
     def __init__(self, engine, tokenizer, processor, task, args):
-        """Sets what `run` sets for its row, so that a part can be called alone."""
         super().__init__(engine, tokenizer, processor, task, args)
+        # `run` sets these for its row.
         self.sampling_params = {}
+        self.stops = set()  # the ids that end a turn
         self.tools = {}  # by name
         self.tools_kwargs = {}
         self.schemas = []  # of the tools
         self.interaction = None
         self.interaction_kwargs = {}
         self.user_answers = 0  # answers of the simulated user so far
-        self.is_last = False  # whether the final answer was requested
-        self.create_tasks = {}  # by tool name, the asyncio task that runs its `create`
+        self.created = {}  # by tool name: why its `create` failed, or None
+        self.creating = asyncio.Lock()
 
     async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Runs one rollout: its turns, then the tools' `calc_reward`, then their `release`.
 
         Returns one output, or a list of several if the template rewrote the history."""
         self.sampling_params = sampling_params
+        self.stops = self.stop_token_ids(sampling_params)
         self.tools_kwargs = row_kwargs(row, "tools_kwargs")
         self.tools = task_tools(self.task, self.tools_kwargs)
         self.schemas = [tool.schema for tool in self.tools.values()]
@@ -723,9 +726,8 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory = self.start(row, self.schemas)
         try:
             await self._run_states(trajectory)
-            for name, task in self.create_tasks.items():
-                succeeded = task.done() and not task.exception()
-                if succeeded:
+            for name, problem in self.created.items():
+                if not problem:
                     reward = await self._call_at_end(trajectory, name, "calc_reward")
                     trajectory.record("tool", name, reward, None)
         finally:
@@ -741,10 +743,6 @@ class ToolAgentLoop(AgentLoopBase):
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 while state:
                     state = await state(trajectory)
-                    at_limit = trajectory.stop_reason in ("length", "max_turns")
-                    can_ask = self.args.final_answer_tokens > 0 and not self.is_last
-                    if not state and at_limit and can_ask:
-                        state = self.answering_last
         except TimeoutError:
             if not budget.expired():  # user code raised it, so the rollout fails
                 raise
@@ -767,73 +765,20 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.count("tool_calls", 0)  # so that the metric exists
         for name in self.tools:
             trajectory.count(f"tool_calls/{name}", 0)
-        if self.args.max_turn_tokens:
-            trajectory.count("cut_turns", 0)
-        if self.args.final_answer_tokens:
-            trajectory.count("final_answers", 0)
         return self.generating
 
     async def generating(self, trajectory):
-        """Samples an assistant turn. Next, its tools are called, or the user answers, or the policy
-        is told that the turn was cut. Otherwise the rollout ends."""
+        """Samples an assistant turn. Next, its tools are called, or the user answers."""
         text = await self.assistant_turn(trajectory, self.sampling_params)
-        if self._can_continue_turn(trajectory):
-            trajectory.count("cut_turns")
-            next_state = self.told_of_cut
-        elif text is None:
+        if text is None:
             return None
-        else:
-            trajectory.tool_calls = self.parse(trajectory, text) if self.tools else []
-            if not trajectory.tool_calls:
-                return self.interacting if self.interaction else None
-            next_state = self.processing_tools
+        trajectory.tool_calls = self.parse(trajectory, text) if self.tools else []
+        if not trajectory.tool_calls:
+            return self.interacting if self.interaction else None
         if self._at_assistant_limit(trajectory):
             trajectory.stop_reason = "max_turns"
             return None
-        return next_state
-
-    def _can_continue_turn(self, trajectory):
-        """Returns whether a limit of one turn cut the last one, and the rollout has more room."""
-        has_limit = self.args.max_turn_tokens > 0
-        return has_limit and trajectory.stop_reason == "length" and self.room(trajectory) > 0
-
-    async def told_of_cut(self, trajectory):
-        """Tells the policy that its turn was cut, in a user's message, so that it continues."""
-        limit = self.turn_limit(self.sampling_params)
-        called = "No tool was called. " if self.tools else ""
-        text = f"Your turn was cut at {limit} tokens. {called}Continue, more briefly."
-        return self.answer(trajectory, [{"role": "user", "content": text}])
-
-    def room(self, trajectory, used=None):
-        """As in AgentLoopBase, but without the tokens that are kept for the final answer."""
-        room = super().room(trajectory, used)
-        return room if self.is_last else room - self.args.final_answer_tokens
-
-    async def answering_last(self, trajectory):
-        """Asks for the final answer, and samples it with the tokens that are kept for it.
-
-        If tool calls are pending, the request is their result; otherwise it is a user's message. If
-        the last message is not the policy's, no request is added. Calls in the final answer are not
-        executed. A simulated user judges it."""
-        self.is_last = True
-        trajectory.count("final_answers")
-        last = trajectory.messages[-1]
-        request = self.args.final_answer_request
-        messages = []
-        for tool_call in last.get("tool_calls", ()):
-            messages.append({
-                "role": "tool",
-                "name": tool_call["function"]["name"],
-                "content": request,
-                "tool_call_id": tool_call["id"],
-            })
-        if not messages:
-            messages.append({"role": "user", "content": request})
-        has_spoken = last["role"] == "assistant"  # otherwise no turn had room after a reply
-        if has_spoken and not self.answer(trajectory, messages):
-            return None
-        text = await self.assistant_turn(trajectory, self.sampling_params)
-        return self.interacting if self.interaction and text is not None else None
+        return self.processing_tools
 
     def _at_assistant_limit(self, trajectory):
         """Returns whether max_assistant_turns is reached."""
@@ -843,41 +788,22 @@ class ToolAgentLoop(AgentLoopBase):
     def parse(self, trajectory, text):
         """Returns the tool calls of a turn, including malformed ones (see `parse_tool_calls`).
 
-        Puts them into the trajectory's last message if at least one has a name, and the chat
-        template shows the message. Otherwise they stay in its text."""
+        Puts those that will be executed into the trajectory's last message if one of them has a
+        name, and the chat template shows the message. Otherwise they stay in its text."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
-        message = trajectory.messages[-1]
-        shown, _ = self._split_calls(calls)
+        shown = calls[: self.args.max_parallel_calls]
         if any(tool_call["name"] for tool_call in shown):
+            message = trajectory.messages[-1]
             called = dict(message)
             set_tool_calls(called, content, shown, trajectory.assistant_turns)
-            if self._template.shows(called, self.schemas):
+            if self.chat_template(self.stops).shows(called, self.schemas):
                 message.update(called)
         return calls
 
-    def _max_calls(self):
-        """Returns how many tool calls of a turn are executed at most."""
-        return self.args.max_parallel_calls if self._template.accepts_parallel_calls else 1
-
-    def _split_calls(self, calls):
-        """Returns (the calls that the turn's message shows, the number of the others).
-
-        If only one call is executed, the message shows the first. Otherwise it shows all: those
-        beyond max_parallel_calls as well, which get an error for a result."""
-        n = 1 if self._max_calls() == 1 else len(calls)
-        return calls[:n], len(calls[n:])
-
-    @property
-    def _template(self) -> "ChatTemplate":
-        """The ChatTemplate, with the stops of this rollout."""
-        return self.chat_template(self.stop_token_ids(self.sampling_params))
-
     async def processing_tools(self, trajectory):
         """Executes the turn's tool calls concurrently, and appends the responses in order."""
-        calls, n_left_out = self._split_calls(trajectory.tool_calls)
-        limit = self._max_calls()
-        for tool_call in calls[limit:]:
-            tool_call["error"] = f"only {limit} tool calls at a time are executed"
+        limit = self.args.max_parallel_calls
+        calls = trajectory.tool_calls[:limit]
         started = time.perf_counter()
         responses = await asyncio.gather(
             *(self.call_tool(trajectory, tool_call) for tool_call in calls),
@@ -891,51 +817,56 @@ class ToolAgentLoop(AgentLoopBase):
             name = tool_call["name"]
             n_images = len(trajectory.images) + len(images)
             response = self._record_response(trajectory, name, response, n_images)
-            content = self._content(response)
-            if n_left_out:  # the message shows one call, so there is one response
-                trajectory.count("tool_errors", n_left_out)
-                note = f"Error: {n_left_out} more calls were not executed: call one tool at a time"
-                content = _join_contents([content, note], "\n")
             messages.append({
                 "role": "tool",
                 "name": name,
-                "content": content,
-                "tool_call_id": _call_id(trajectory.assistant_turns, number),
+                "content": self._content(response),
+                "tool_call_id": call_id(trajectory.assistant_turns, number),
             })
             images += response.images
+        n_left_out = len(trajectory.tool_calls) - len(calls)
+        if n_left_out:
+            trajectory.count("tool_errors", n_left_out)
+            note = f"Error: {n_left_out} more calls were not executed: the limit is {limit} a turn"
+            messages[-1]["content"] = _join_contents([messages[-1]["content"], note], "\n")
         calls_are_in_text = "tool_calls" not in trajectory.messages[-1]
-        if calls_are_in_text and not self._template.accepts(AFTER_PLAIN_TURN):
+        if calls_are_in_text and not self.chat_template(self.stops).accepts(AFTER_PLAIN_TURN):
             # The template refuses tool messages after a plain turn, so a user's has the results.
             contents = [message["content"] for message in messages]
             messages = [{"role": "user", "content": _join_contents(contents, "\n")}]
-        return self.answer(trajectory, messages, images)
+        return self.reply(trajectory, messages, images)
 
     def _record_response(self, trajectory, name, response, n_images):
         """Counts a tool call, records its response's reward and metrics, and returns the response.
 
-        If it is an exception, or is invalid, returns a response with the error instead: the
-        model reads it, and the rollout continues. n_images: images in the rollout so far."""
-        if name in self.tools:
+        response: a ToolResponse or an exception. For an exception, and for a response that is
+        invalid, returns one with the error: the model reads it, and the rollout continues.
+        n_images: images in the rollout so far."""
+        is_known = name in self.tools  # the model may write any name
+        if is_known:
             trajectory.count(f"tool_calls/{name}")
-        try:
-            if isinstance(response, Exception):  # from `gather`
-                raise response
-            trajectory.record("tool", name, response.reward, response.metrics)
-            n_new = len(response.images)
-            limit = self.args.max_images
-            if n_images + n_new > limit:
-                raise RefusedCallError(
-                    f"no room for {n_new} more images: {n_images} of {limit} are there")
-        except Exception as error:
-            kind = "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors"
-            trajectory.count(kind)
-            if name in self.tools:  # the model may write any name
-                trajectory.count(f"{kind}/{name}")
-                if not isinstance(error, (CallTimeoutError, RefusedCallError)):
-                    trajectory.count(f"tool_exceptions/{name}")
-                    self.tool_exceptions.setdefault(name, error)
-            return ToolResponse(f"Error: {str(error) or repr(error)}")
-        return response
+        error = None
+        if isinstance(response, BaseException):
+            error = response
+        elif n_images + len(response.images) > self.args.max_images:
+            error = RefusedCallError(
+                f"no room for {len(response.images)} more images: {n_images} of "
+                f"{self.args.max_images} are there")
+        else:
+            try:
+                trajectory.record("tool", name, response.reward, response.metrics)
+            except ValueError as problem:
+                error = problem
+        if not error:
+            return response
+        kind = "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors"
+        trajectory.count(kind)
+        if is_known:
+            trajectory.count(f"{kind}/{name}")
+            if not isinstance(error, (CallTimeoutError, RefusedCallError)):
+                trajectory.count(f"tool_exceptions/{name}")
+                self.tool_exceptions.setdefault(name, error)
+        return ToolResponse(f"Error: {str(error) or repr(error)}")
 
     def _content(self, response):
         """Returns the content of a tool's message: a text, or a list of parts with images."""
@@ -949,7 +880,7 @@ class ToolAgentLoop(AgentLoopBase):
             content.insert(0, {"type": "text", "text": text})
         return content
 
-    async def call_tool(self, trajectory, tool_call):
+    async def call_tool(self, trajectory, tool_call) -> ToolResponse:
         """Executes a tool call, and returns a ToolResponse whose images are loaded.
 
         tool_call: as from `parse_tool_calls`. Raises RefusedCallError if it is malformed or names
@@ -964,11 +895,11 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _execute(self, trajectory, name, arguments):
         """Runs a tool's `execute`, after its `create`, and returns a ToolResponse."""
-        if name not in self.create_tasks:
-            create = self._tool_method(trajectory, name, "create")
-            self.create_tasks[name] = asyncio.ensure_future(_contained(create))
-        # Parallel calls wait for the same `create`, so the timeout of one must not cancel it.
-        await asyncio.shield(self.create_tasks[name])
+        async with self.creating:  # parallel calls wait for the same `create`
+            if name not in self.created:
+                await self._create(trajectory, name)
+        if self.created[name]:
+            raise self.created[name]
         response = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
         reward = metrics = None  # a tuple's come before those of a ToolResponse in it
         if isinstance(response, tuple):
@@ -986,6 +917,15 @@ class ToolAgentLoop(AgentLoopBase):
             reward=response.reward if reward is None else reward,
             metrics={**response.metrics, **(metrics or {})},
         )
+
+    async def _create(self, trajectory, name):
+        """Runs a tool's `create`. If that raises, the error is kept for every call of the tool."""
+        self.created[name] = RuntimeError(f"the tool {name!r} was cancelled in its `create`")
+        try:
+            await self._tool_method(trajectory, name, "create")
+            self.created[name] = None
+        except Exception as error:
+            self.created[name] = error
 
     async def _tool_method(self, trajectory, name, method, *arguments):
         """Calls a method of a tool with its keyword arguments in the row's tools_kwargs."""
@@ -1005,29 +945,18 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def interacting(self, trajectory):
         """Lets the simulated user answer and reward the assistant's turn. Returns the next state:
-        `generating`, or None if the user is done, at a limit, or after the final answer."""
-        messages = [dict(message) for message in trajectory.messages]
-        for message in messages:  # copies, because an Interaction may modify them
-            if "tool_calls" in message:
-                message["tool_calls"] = copy.deepcopy(message["tool_calls"])
-        reply = await self._ask_interaction(
+        `generating`, or None if the user is done or at a limit."""
+        name = self.interaction.name
+        done, text, reward, metrics = await self._ask_interaction(
             self.interaction.generate_response,
             trajectory.request_id,
-            messages,
+            copy.deepcopy(trajectory.messages),  # an Interaction may modify them
             **self.interaction_kwargs,
         )
-        name = self.interaction.name
-        has_four = isinstance(reply, Sequence) and len(reply) == 4
-        if not has_four or reply[0] not in (True, False):
-            raise ValueError(
-                f"interaction {name!r} returned {reply!r:.80}: must be (done, text, "
-                "reward, metrics), and done True or False")
-        done, text, reward, metrics = reply
         trajectory.record("interaction", name, reward, metrics)
         if done and text is None:
             text = ""
         text = checked_text(text, f"the text of interaction {name!r}")
-        done = done or self.is_last
         at_user_limit = 0 < self.args.max_user_turns <= self.user_answers
         if not done and (at_user_limit or self._at_assistant_limit(trajectory)):
             trajectory.stop_reason = "max_turns"
@@ -1036,24 +965,19 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.extra["unread"] = text  # the policy never reads it; the report shows it
             return None
         self.user_answers += 1
-        return self.answer(trajectory, [{"role": "user", "content": text}])
+        return self.reply(trajectory, [{"role": "user", "content": text}])
 
-    def answer(self, trajectory, messages, images=()):
-        """Appends messages, and returns the next state: `generating` if they and a reply fit."""
-        stops = self.stop_token_ids(self.sampling_params)
-        fits = self.append(trajectory, messages, self.schemas, stops, images)
+    def reply(self, trajectory, messages, images=()):
+        """Appends what tools or the user said. Returns the next state: `generating`, or None if
+        the messages and an answer to them do not fit."""
+        fits = self.append(trajectory, messages, self.schemas, self.stops, images)
         return self.generating if fits else None
 
     async def close(self, trajectory):
         """Releases the tools and the interaction, even after a failure or a cancellation.
 
         Errors are counted, and not raised."""
-        late = [task for task in self.create_tasks.values() if not task.done()]
-        for task in late:
-            task.cancel()
-        if late:  # so that `release` does not run before the cleanup of `create`
-            await asyncio.wait(late, timeout=self.args.tool_timeout or None)
-        closers = [self._call_at_end(trajectory, name, "release") for name in self.create_tasks]
+        closers = [self._call_at_end(trajectory, name, "release") for name in self.created]
         if self.interaction:
             finalize = self.interaction.finalize
             closers.append(self._ask_interaction(finalize, trajectory.request_id))
@@ -1071,7 +995,7 @@ class CompactingLoop(ToolAgentLoop):
     summary. A new sequence then begins with the opening messages (system message and task), the
     summary and CONTINUE:
 
-        processing_tools, interacting or told_of_cut -> compacting -> generating ...
+        processing_tools or interacting -> compacting -> generating ...
 
     The sequences are outputs of one rollout and share its reward, so a summary is rewarded for what
     follows it. It counts as a turn of the assistant. The request and the summary need room in the
@@ -1090,28 +1014,28 @@ class CompactingLoop(ToolAgentLoop):
         self.opening_images = list(trajectory.images)
         return next_state
 
-    def answer(self, trajectory, messages, images=()):
+    def reply(self, trajectory, messages, images=()):
         """As in ToolAgentLoop; asks for a summary if the context is long with these messages."""
         n_tokens = len(trajectory.prompt_ids) + len(trajectory.response_ids)
         for message in messages:
             n_tokens += len(_tokenise(self.tokenizer, str(message["content"])))
         limit = self.args.max_assistant_turns
-        is_last_turn = self.is_last or 0 < limit <= trajectory.assistant_turns + 1
+        is_last_turn = 0 < limit <= trajectory.assistant_turns + 1
         if is_last_turn or n_tokens < (self.args.compact_at or 0.75 * self.window):
-            return super().answer(trajectory, messages, images)
+            return super().reply(trajectory, messages, images)
         *others, last = messages
         # Not a message of its own: some templates refuse two of a user in a row.
         content = _join_contents([last["content"], self.SUMMARISE], "\n\n")
         last = {**last, "content": content}
-        fits = super().answer(trajectory, [*others, last], images)
+        fits = super().reply(trajectory, [*others, last], images)
         return self.compacting if fits else None
 
     async def compacting(self, trajectory):
         """Samples the summary, and begins a new sequence with it."""
         text = await self.assistant_turn(trajectory, self.sampling_params)
-        if text is None and not self._can_continue_turn(trajectory):
+        if text is None:
             return None
-        trajectory.count("compactions")  # a summary that was cut at max_turn_tokens serves as well
+        trajectory.count("compactions")
         messages = [
             *self.opening,
             {"role": "assistant", "content": trajectory.messages[-1]["content"]},
@@ -1125,49 +1049,6 @@ class CompactingLoop(ToolAgentLoop):
 
 
 # ---------------------------------------------------------------- tools and interactions
-
-
-@dataclass
-class ToolResponse:
-    """A tool's answer: text (see `tool_text`) and images (see `open_image`) for the model to read.
-
-    reward and metrics are recorded, and the model does not see them."""
-
-    text: str = ""
-    images: list = field(default_factory=list)
-    reward: float | None = None
-    metrics: dict = field(default_factory=dict)
-
-
-def tool_text(value) -> str:
-    """Returns what the model reads of a value that a tool returned.
-
-    A str stays as it is, None is "", and anything else becomes JSON. Raises TypeError or
-    ValueError if it can't."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=_json_value)
-
-
-def _json_value(value):
-    """Converts a value that `json.dumps` can't serialise.
-
-    That may be a dataclass, a pydantic model, an enum, a set, a date, or a scalar of numpy or
-    torch. Raises TypeError for other types."""
-    from pydantic_core import to_jsonable_python  # installed with vLLM
-
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: getattr(value, each.name) for each in fields(value)}
-    if getattr(value, "ndim", None) == 0:
-        return value.item()
-    # pydantic would decode bytes, and run a generator here, outside of the tool's deadline.
-    if not isinstance(value, (bytes, bytearray, Iterator)):
-        with suppress(ValueError):  # pydantic does not know the type
-            return to_jsonable_python(value)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise TypeError(f"the tool returned a {kind}: return text, JSON, or a ToolResponse with images")
 
 
 class Tool:
@@ -1198,178 +1079,42 @@ class Tool:
         """Frees what `create` made for this rollout, even if the rollout failed."""
 
 
-# What the type hints of a tool's arguments may consist of, besides enums. The Ellipsis is that of
-# tuple[int, ...].
-JSON_HINTS = [
-    int, float, str, bool, NoneType, Any, list, dict, tuple, ..., Union, UnionType, Literal,
-]  # fmt: skip
-CACHED = type(functools.cache(int))
-
-
-def _json_hint(name: str, hint, types: list):
-    """Returns the type hint of a parameter with a Literal of its values in place of each enum.
-
-    Appends the types that it consists of to `types`. Raises ValueError for one that is neither
-    an enum nor in JSON_HINTS."""
-    origin = get_origin(hint) or hint
-    arguments = get_args(hint)
-    types.append(origin)
-    if isinstance(hint, EnumMeta):
-        return Literal[tuple(each.value for each in hint)]
-    if origin not in JSON_HINTS:
-        raise ValueError(
-            f"its parameter {name!r} has the type hint {hint}; use str, int, float, bool, list, "
-            "dict, tuple, Literal or an enum")
-    keys = arguments[:1]
-    if origin is dict and keys not in [(), (str,), (Any,)]:
-        # JSON's keys are str. `_known_hint` makes an adapter that converts them, as for a tuple.
-        types.append(tuple)
-    if origin is Literal or not arguments:
-        return hint
-    container = Union if origin is UnionType else origin
-    return container[tuple(_json_hint(name, each, types) for each in arguments)]
-
-
 class FunctionTool(Tool):
-    """A Python function as a tool. Its type hints and docstring give the schema.
+    """A Python function as a tool (see `Signature`).
 
-    Arguments whose hints hold enums or tuples are converted from the model's JSON. Raises
-    BadInput if the function has no schema, or can't be called by it."""
+    Raises BadInput if the function has no schema, or can't be called by it."""
 
     def __init__(self, function: Callable):
         self.function = function
-        self.adapters = {}  # pydantic's, by the name of the argument that they convert
-        # The function that has the name, the type hints and the docstring.
-        inner = function.func if isinstance(function, functools.partial) else function
-        if not inspect.isroutine(inner):
-            inner = inner.__call__
-        self.name = inner.__name__
-        if self.name == "__call__":
-            self.name = type(inner.__self__).__name__
-        try:
-            self.signature = self._signature()
-            self.schema = self._schema(inner)
-            self._check_calls()
-        except Exception as error:
-            reason = " ".join(str(error).split())[:400]
-            raise BadInput(f"the function {self.name!r} can't be a tool: {reason}") from error
-
-    def _signature(self):
-        """Returns the signature, without arguments that functools.partial gives.
-
-        Raises ValueError if an argument can't be passed by name."""
-        signature = inspect.signature(self.function)
-        parameters = list(signature.parameters.values())
-        if isinstance(self.function, functools.partial):
-            parameters = [each for each in parameters if each.name not in self.function.keywords]
-        for each in parameters:
-            if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-                raise ValueError(
-                    f"its parameter `{each}` is {each.kind.description}, but models pass "
-                    "arguments by name; make it an ordinary one, perhaps a list or a dict")
-        return signature.replace(parameters=parameters)
-
-    def _schema(self, inner):
-        """Returns the schema, as `get_json_schema` writes it. Raises ValueError.
-
-        inner: the function that has the name, the type hints and the docstring."""
-        from transformers.utils import get_json_schema
-
-        def stand_in(): ...
-
-        hints = get_type_hints(inner)
-        stand_in.__name__ = self.name
-        stand_in.__doc__ = inner.__doc__ or inspect.getdoc(inner)
-        stand_in.__signature__ = self.signature
-        known = {
-            name: self._known_hint(name, hints[name])
-            for name in self.signature.parameters
-            if name in hints
-        }
-        result = {"return": hints["return"]} if "return" in hints else {}
-        # Some types of results have no schema. It is then made without the result.
-        for annotations in (known | result, known):
-            try:
-                stand_in.__annotations__ = annotations
-                return get_json_schema(stand_in)
-            except Exception as error:
-                problem = error
-        raise ValueError(f"{problem} (tools need type hints and a Google-style docstring)")
-
-    def _known_hint(self, name, hint):
-        """Returns the hint of a parameter for `get_json_schema`, and adds its adapter if needed."""
-        types = []
-        json_hint = _json_hint(name, hint, types)
-        if isinstance(self.function, CACHED) and (list in types or dict in types):
-            raise ValueError(f"functools.cache needs a hashable {name!r}, not a list or dict")
-        if tuple in types or any(isinstance(each, EnumMeta) for each in types):
-            from pydantic import TypeAdapter
-
-            self.adapters[name] = TypeAdapter(hint)
-        return json_hint
-
-    def _check_calls(self):
-        """Raises an error if calls with all arguments of the schema can't work."""
-        arguments = dict.fromkeys(self.schema["function"]["parameters"]["properties"])
-        self.signature.bind(**arguments)
-        with suppress(ValueError):  # functools.cache has no signature of its own
-            inspect.signature(self.function, follow_wrapped=False).bind(**arguments)
-        if inspect.isgeneratorfunction(self.function) or inspect.isasyncgenfunction(self.function):
-            raise ValueError("it is a generator, so return a list instead")
-        if isinstance(self.function, CACHED):
-            if inspect.iscoroutinefunction(self.function.__wrapped__):
-                raise ValueError("functools.cache keeps a coroutine, which can run only once")
+        self.signature = Signature(function)
+        self.name = self.signature.name
+        self.schema = self.signature.schema
 
     async def execute(self, request_id: str, arguments: dict, /, **execute_kwargs):
         """Calls the function. execute_kwargs win over the model's arguments.
 
         A tuple that is not (response, reward, metrics) is returned as a list. Raises
         RefusedCallError for wrong arguments, and whatever the function raises."""
-        values = arguments | execute_kwargs
-        try:
-            self.signature.bind(**values)
-        except TypeError as error:
-            names = ", ".join(self.signature.parameters) or "none"
-            raise RefusedCallError(f"{self.name}: {error} (its arguments: {names})") from None
-        for name, adapter in self.adapters.items():
-            if name in arguments and name not in execute_kwargs:
-                values[name] = self._converted(name, adapter, values[name])
+        values = self.signature.arguments(arguments, execute_kwargs)
         result = await call(self.function, **values)
         if isinstance(result, tuple):
-            is_triple = len(result) == 3 and isinstance(result[2], (dict, NoneType))
-            # A ToolResponse in another tuple is a mistake, for which the caller raises.
-            if not is_triple and not any(isinstance(each, ToolResponse) for each in result):
-                return list(result)
+            is_triple = len(result) == 3 and isinstance(result[2], dict | None)
+            return result if is_triple else list(result)
         return result
-
-    def _converted(self, name, adapter, value):
-        """Returns an argument of the model as its type. Raises RefusedCallError."""
-        from pydantic import ValidationError
-
-        try:
-            return adapter.validate_json(json.dumps(value))
-        except ValidationError as error:
-            problems = [
-                f"{'.'.join(map(str, [name, *each['loc']]))}: {each['msg']}"
-                for each in error.errors(include_url=False)
-            ]
-            raise RefusedCallError(f"{self.name}: {'; '.join(problems)}") from None
 
 
 _function_tool = functools.cache(FunctionTool)
 
 
 def as_tool(tool: Tool | Callable) -> Tool:
-    """Returns a Tool unchanged, and a function or another callable object as a Tool (cached).
+    """Returns a Tool unchanged, and a function as a Tool (cached).
 
     Raises BadInput for anything else, and for a function that can't be a tool."""
     if isinstance(tool, Tool):
         return tool
-    if inspect.isroutine(tool) or isinstance(tool, functools.partial):
-        return _function_tool(tool)
-    if callable(tool) and not isinstance(tool, type):
-        return _function_tool(tool.__call__)  # the object itself may have no hash
-    raise BadInput(f"TOOLS holds {tool!r}, which is neither a Tool instance nor a function")
+    if not callable(tool) or isinstance(tool, type):
+        raise BadInput(f"TOOLS holds {tool!r}, which is neither a Tool instance nor a function")
+    return _function_tool(tool)
 
 
 def row_kwargs(row: dict, name: str) -> dict:
@@ -1444,410 +1189,6 @@ def task_interaction(task, kwargs: dict) -> Interaction | None:
             f"interaction_kwargs names {name!r}, but needs a 'name' of the task's "
             f"INTERACTIONS: {sorted(interactions)}")
     return interactions.get(name)
-
-
-# ---------------------------------------------------------------- tool calls in a turn's text
-
-
-@functools.cache
-def tool_parser(name: str, tokenizer):
-    """Returns the parser that `vllm serve --tool-call-parser` selects by this name.
-
-    Raises BadInput if there is none, if the tokenizer lacks the tokens of its format, or if
-    it can't parse plain text."""
-    from vllm.tool_parsers import ToolParserManager
-
-    flag = f"--tool_parser {name}"
-    try:
-        parser = ToolParserManager.get_tool_parser(name)(tokenizer)
-        parser.extract_tool_calls("", _parser_request("[]"))
-    except KeyError:
-        names = ", ".join(sorted(ToolParserManager.list_registered()))
-        raise BadInput(f"{flag}: choose from {names}") from None
-    except NotImplementedError:  # it needs vLLM's own chat server
-        raise BadInput(f"{flag} does not parse plain text: choose another") from None
-    except (RuntimeError, ValueError) as error:  # the tokenizer lacks a token of its format
-        raise BadInput(f"{flag} does not fit the model: {error}") from None
-    return parser
-
-
-@functools.cache
-def _parser_request(schemas):
-    """Returns a chat request for `extract_tool_calls`, because some parsers read tools from it.
-
-    schemas: the tools' schemas, as a JSON list so that requests can be cached."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    return ChatCompletionRequest(
-        messages=[{"role": "user", "content": ""}],
-        tools=json.loads(schemas) or None,
-    )
-
-
-# A tool call without "arguments", such as {"name": "now"}, which most parsers reject.
-WITHOUT_ARGUMENTS = re.compile(r'(\{\s*"name"\s*:\s*"[^"\\]*"\s*)\}')
-
-
-def parse_tool_calls(
-    text: str,
-    parser_name: str,
-    tokenizer,
-    schemas: list[dict],
-) -> tuple:
-    """Returns (the text outside of tool calls, [{"name", "arguments", "error"}, ...]).
-
-    arguments is a dict. error is None, or tells the model why the call can't be executed. A
-    call that the parser does not recognise becomes one with the name "" and an error."""
-    # vLLM logs each malformed call with a traceback. Here the model reads the error instead.
-    # A new vLLM engine resets the level. Setting it clears all loggers' caches, so look first.
-    logger = logging.getLogger("vllm.tool_parsers")
-    if logger.level != logging.CRITICAL:
-        logger.setLevel(logging.CRITICAL)
-    parser = tool_parser(parser_name, tokenizer)
-    malformed = {
-        "name": "",
-        "arguments": {},
-        "error": "the tool call is not valid JSON with name and arguments",
-    }
-    try:
-        parsed = parser.extract_tool_calls(text, _parser_request(json.dumps(schemas)))
-    except Exception:  # some texts of a model make some parsers raise
-        return text, [malformed]
-    if not parsed.tools_called:
-        # A start token shows that the model tried to call a tool. Not all parsers have one.
-        start = getattr(parser, "tool_call_start_token", None)
-        if not (start and start in text):
-            return text, []
-        completed = WITHOUT_ARGUMENTS.sub(r'\1, "arguments": {}}', text)
-        if completed == text:
-            return text, [malformed]
-        return parse_tool_calls(completed, parser_name, tokenizer, schemas)
-    calls = []
-    for parsed_call in parsed.tool_calls:
-        function = parsed_call.function
-        arguments = {}
-        error = None
-        try:
-            arguments = _parse_arguments(function.arguments)
-        except (ValueError, RecursionError) as problem:
-            error = f"wrong arguments: {problem}"
-        calls.append({"name": clean(function.name), "arguments": arguments, "error": error})
-    return parsed.content or "", calls
-
-
-MAX_DEPTH = 100  # deeper arguments would exceed Python's recursion limit when they are rendered
-
-
-def _parse_arguments(text):
-    """Returns the arguments of a tool call, a JSON text, as a dict. Raises ValueError.
-
-    A call without arguments has {}, even if its text is missing, "", null or '""'."""
-    if not text:
-        return {}
-    # `clean` would miss a surrogate that JSON escapes ("\ud83d"), so the text is unescaped first.
-    unescaped = json.dumps(json.loads(text), ensure_ascii=False)
-    arguments = json.loads(clean(unescaped))
-    if arguments in (None, ""):
-        return {}
-    if not isinstance(arguments, dict):
-        raise ValueError("arguments must be a JSON object")
-    if _depth(arguments) > MAX_DEPTH:
-        raise ValueError(f"arguments must not be nested more than {MAX_DEPTH} deep")
-    json.dumps(arguments, allow_nan=False)  # raises for NaN and Infinity, which are not valid JSON
-    return arguments
-
-
-def _depth(value):
-    """Returns how deep lists and dicts are nested."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if not isinstance(value, list):
-        return 0
-    return 1 + max(map(_depth, value), default=0)
-
-
-def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
-    """Sets content and tool_calls of an assistant's message, in place.
-
-    content, calls: as from `parse_tool_calls`. turn: the number of the assistant's turn, for
-    the ids of the calls."""
-    message["content"] = content
-    message["tool_calls"] = [
-        function_call(_call_id(turn, number), tool_call["name"], tool_call["arguments"])
-        for number, tool_call in enumerate(calls)
-    ]
-
-
-def _call_id(turn, number):
-    """Returns the id of a tool call: nine characters, as Mistral's template requires.
-
-    turn: the number of the assistant's turn. number: that of the call within the turn. The
-    id depends on nothing else, so that it is the same in every run."""
-    return f"{turn:06d}{number:03d}"
-
-
-def function_call(call_id: str, name: str, arguments: dict) -> dict:
-    """Returns a tool call for an assistant's message, in the form that chat templates read."""
-    function = {"name": name, "arguments": arguments}
-    return {"type": "function", "id": call_id, "function": function}
-
-
-# ---------------------------------------------------------------- running user code
-
-
-def _safe_error(error):
-    """Returns an error that asyncio passes on: the given one, or a RuntimeError in its place.
-
-    A SystemExit would end the event loop, and a CancelledError would cancel the task. A future
-    does not accept a StopIteration."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    return RuntimeError(repr(error))
-
-
-async def _contained(coroutine):
-    """Awaits user code, with exceptions that asyncio passes on (`_safe_error`).
-
-    If the running task itself is cancelled, CancelledError passes through unchanged."""
-    try:
-        return await coroutine
-    except GeneratorExit:  # the process ends, and the coroutine is abandoned
-        raise
-    except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-            raise
-        raise _safe_error(error) from None
-
-
-class RefusedCallError(ValueError):
-    """A tool call that is wrong, or beyond a limit. It is the model's fault, not the tool's."""
-
-
-class CallTimeoutError(TimeoutError):
-    """User code took longer than its deadline."""
-
-
-# The asyncio.Timeout of the running user code. Code that must first wait for a slot may
-# postpone the deadline with `reschedule`, as examples/sandbox.py does.
-DEADLINE = contextvars.ContextVar("DEADLINE")
-
-
-async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
-    """Awaits user code under a deadline, and returns its result.
-
-    The code runs as a task called `name`. The task is cancelled at the deadline, or if the
-    caller is cancelled. It then has another `seconds` for its cleanup, and after that it is
-    abandoned. seconds 0 means no deadline and no limit on the cleanup.
-
-    Raises CallTimeoutError at the deadline, and whatever the code raises."""
-    try:
-        async with asyncio.timeout(seconds or None) as deadline:
-            previous = DEADLINE.set(deadline)
-            # The task copies the context, so it alone sees this deadline.
-            task = asyncio.create_task(_contained(coroutine), name=name)
-            DEADLINE.reset(previous)
-            await asyncio.wait([task])
-    except TimeoutError:
-        if not task.done():  # else it finished just in time
-            raise CallTimeoutError(f"{name} took longer than {seconds:g} seconds") from None
-    finally:
-        if task.cancel():  # False if it is done
-            await asyncio.wait([task], timeout=seconds or None)
-    return await _contained(task)  # again, because user code may have cancelled the task
-
-
-_IDLE_THREADS: list[queue.SimpleQueue] = []  # for each idle thread, the queue of its jobs
-USER_CODE = "user code"  # the name of the threads that run it, as long as the run lasts
-
-
-async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
-    """Runs a plain function in a daemon thread, so that it does not block the event loop.
-
-    Not asyncio.to_thread: Python waits for its threads when it exits, forever if a tool never
-    returns. It does not wait for daemon threads. An idle thread is reused, because starting
-    a new one takes far longer.
-
-    Raises whatever the function raises (see `_safe_error`)."""
-    result = asyncio.get_running_loop().create_future()
-    context = contextvars.copy_context()
-    try:
-        jobs = _IDLE_THREADS.pop()
-    except IndexError:
-        jobs = queue.SimpleQueue()
-        thread = threading.Thread(target=_run_jobs, args=[jobs], name=USER_CODE, daemon=True)
-        thread.start()
-    job = functools.partial(context.run, function, *args, **kwargs)
-    jobs.put((result, job))
-    return await result
-
-
-def _run_jobs(jobs):
-    """Runs the jobs from a thread's queue, forever. Between two jobs the thread is idle."""
-    while True:
-        result, function = jobs.get()
-        try:
-            value = function()
-            deliver = result.set_result
-        except BaseException as error:
-            value = _safe_error(error)
-            deliver = result.set_exception
-        _IDLE_THREADS.append(jobs)  # before the result is sent, so that the next call finds it
-        with suppress(RuntimeError):  # the event loop may be closed by now
-            result.get_loop().call_soon_threadsafe(_deliver_once, result, deliver, value)
-
-
-def _deliver_once(result, deliver, value):
-    """Calls deliver(value), which sets the result of a future, unless that is cancelled."""
-    if not result.done():
-        deliver(value)
-
-
-async def call(function: Callable, /, *args, **kwargs) -> Any:
-    """Awaits an async function, or runs a plain one `in_thread`."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args, **kwargs)
-    result = await in_thread(function, *args, **kwargs)
-    if inspect.isawaitable(result):  # from a decorated async function
-        return await result
-    return result
-
-
-# ---------------------------------------------------------------- texts and numbers of user code
-
-
-# Marks that the next character is tokenised alone (`_tokenise`). It is a Unicode noncharacter.
-# `clean` removes it from texts, so each one in a rendered chat was inserted by this file.
-TOKEN_BREAK = "\ufdd0"
-
-FLOAT32_LIMIT = 1e38  # for numbers that become float32 tensors, whose largest value is 3.4e38
-
-
-def clean(text: str) -> str:
-    """Returns the text without TOKEN_BREAK and in a form that every tokenizer accepts.
-
-    Lone surrogates become "?". They come from garbage bytes, or from "\\ud83d" in JSON."""
-    return text.encode(errors="replace").decode().replace(TOKEN_BREAK, "")
-
-
-def checked_text(text, name: str) -> str:
-    """Returns a str from user code, cleaned by `clean`.
-
-    Raises ValueError for any other type. `name` identifies the text in its message."""
-    if not isinstance(text, str):
-        raise ValueError(f"{name} must be a str, got {text!r:.80}")
-    return clean(text)
-
-
-def as_number(value) -> float | None:
-    """Returns a value from user code as a float, or None if it is no number.
-
-    A str is none, even if it contains a number."""
-    if isinstance(value, (str, bytes)):
-        return None
-    try:
-        return float(value)
-    except Exception:  # TypeError, or whatever an array or a class of the user raises
-        return None
-
-
-def checked_number(value, name: str) -> float:
-    """Returns a number from user code as a float.
-
-    Raises ValueError for NaN, for numbers of 1e38 or more, and for all values that are no number
-    (`as_number`). `name` identifies the value in its message."""
-    number = as_number(value)
-    if number is None or not abs(number) < FLOAT32_LIMIT:  # true for NaN as well
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    return number
-
-
-# ---------------------------------------------------------------- images
-
-
-# Others are excluded: decoding EPS, for example, runs programs.
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MAX_PIXELS = 64_000_000  # 256 MB decoded
-
-
-def open_image(source):
-    """Opens an image from a path, bytes, or a dict {"bytes", "path"} as in Hugging Face's files.
-
-    Reads only the header. Raises ValueError unless the file has one of IMAGE_FORMATS and at
-    most MAX_PIXELS. A PIL image is returned as it is, without these checks."""
-    from PIL import Image
-
-    source = _file_of(source)
-    if isinstance(source, Image.Image):
-        return source
-    file = io.BytesIO(source) if isinstance(source, bytes) else source
-    try:
-        image = Image.open(file, formats=IMAGE_FORMATS)
-        if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"{image.width} x {image.height} pixels: more than {MAX_PIXELS:,}")
-        return image
-    except Exception as error:  # PIL, the file system and a wrong type each raise their own
-        raise ValueError(f"{source!r:.80} can't be read as an image: {error}") from None
-
-
-def _file_of(source):
-    """Returns the bytes or the path of a dict {"bytes", "path"}, and any other source as it is."""
-    if isinstance(source, dict):
-        return source.get("bytes") or source.get("path")
-    return source
-
-
-def load_image(source):
-    """Opens an image (`open_image`) and decodes it, upright and in RGB.
-
-    Raises ValueError if that fails."""
-    from PIL import ImageOps
-
-    image = open_image(source)
-    try:
-        return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # a file that ends early, a decompression bomb
-        raise ValueError(f"an image can't be decoded: {error}") from None
-
-
-_cached_image = functools.lru_cache(maxsize=64)(load_image)
-
-
-def _load_row_image(source):
-    """Loads an image of a row (`load_image`). A PIL image has been loaded, and is returned.
-
-    All rollouts of a group get the same object, so that it is preprocessed only once."""
-    from PIL import Image
-
-    if isinstance(source, Image.Image):
-        return source
-    return _cached_image(_file_of(source))
-
-
-def image_tokens(images, processor):
-    """Returns the number of tokens of each image. Raises ValueError for an impossible shape."""
-    sizes = [(image.height, image.width) for image in images]
-    return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
-
-
-def expand(ids: list[int], images: Sequence, processor) -> list[int]:
-    """Repeats each image's placeholder for every token of the image, as the model expects.
-
-    processor: the model's image processor; None for text models. Raises ValueError unless
-    there is one placeholder for each image, and the model accepts each image's shape."""
-    if processor is None:
-        if images:
-            raise ValueError("there are images, and this model reads text only")
-        return ids
-    placeholder = processor.image_token_id
-    n_found = ids.count(placeholder)
-    if n_found != len(images):
-        raise ValueError(f"there are {len(images)} images, but {n_found} placeholders")
-    counts = iter(image_tokens(images, processor))
-    expanded = []
-    for token in ids:
-        n = next(counts) if token == placeholder else 1
-        expanded += [token] * n
-    return expanded
 
 
 # ---------------------------------------------------------------- the chat template
@@ -2329,10 +1670,10 @@ class ChatTemplate:
             warnings.append(
                 f"the chat template's history lacks {lost!r:.80} of its generation prompt: "
                 "the rollout keeps it")
-        if tools and not self.accepts_parallel_calls:
+        if tools and self.shows_calls and not self.accepts("two calls in a turn"):
             warnings.append(
-                "the chat template takes one tool call in a turn: the model is told that others "
-                "were not executed")
+                "the chat template takes one tool call in a turn: give --agent_args "
+                "'{\"max_parallel_calls\": 1}'")
         if tools and self.text(prompt, tools, True) == self.text(prompt, None, True):
             warnings.append(
                 "the chat template ignores tools: the policy does not see that it has any. Take "
@@ -2370,8 +1711,8 @@ class ChatTemplate:
         for message in prompt:
             message = _edit_said(message, lambda text: "?")
             message.pop("reasoning_content", None)
-            for call in message.get("tool_calls", ()):
-                call["function"] |= {"arguments": {"text": "?"}}
+            for tool_call in message.get("tool_calls", ()):
+                tool_call["function"] |= {"arguments": {"text": "?"}}
             probe.append(message)
         form = json.dumps([probe, bool(tools)], default=repr)
         if probe and form not in self.checked_forms:
@@ -2410,18 +1751,6 @@ class ChatTemplate:
     def accepts(self, name: str) -> bool:
         """Returns whether the template accepts the round of this name."""
         return not self.problems[name]
-
-    @functools.cached_property
-    def accepts_parallel_calls(self) -> bool:
-        """Whether the template accepts two calls in a turn, and their results.
-
-        If it shows no calls, these are two tool messages after a plain answer."""
-        if self.shows_calls:
-            return self.accepts("two calls in a turn")
-        results = [_probe_result(), _probe_result(1)]
-        return not self.problem_with(
-            [PROBE_USER, PROBE_ANSWER, *results, PROBE_ANSWER, PROBE_USER]
-        )
 
     @functools.cached_property
     def shows_reasoning(self) -> bool:
@@ -2638,14 +1967,13 @@ def _probe_calls(n, **others):
     """Returns the message of an assistant that calls a tool n times."""
     calls = []
     for number in range(n):
-        calls.append(function_call(_call_id(1, number), "probe", {"text": "?"}))
+        calls.append(function_call(call_id(1, number), "probe", {"text": "?"}))
     return {"role": "assistant", "content": "", **others, "tool_calls": calls}
 
 
 def _probe_result(number=0):
     """Returns the message of a tool that answers a call of `_probe_calls`."""
-    call_id = _call_id(1, number)
-    return {"role": "tool", "name": "probe", "content": "?", "tool_call_id": call_id}
+    return {"role": "tool", "name": "probe", "content": "?", "tool_call_id": call_id(1, number)}
 
 
 AFTER_PLAIN_TURN = "an answer to a call in the text"

@@ -38,9 +38,7 @@ from agent_loop import (
     AgentLoopOutput,
     agent_loop_class,
     chat_template,
-    expand,
     numeric_entries,
-    open_image,
     outcome,
     render,
     row_kwargs,
@@ -57,7 +55,7 @@ from flatrl.rows import as_text, check_demonstration, check_row, check_tokenizer
 from flatrl.tables import Rows, prompt_order, read_files  # noqa: F401
 from flatrl.terminal import Bar
 from flatrl.units import Outputs, last_outputs, unit_of
-from flatrl.vision import same_images
+from flatrl.vision import expand, load_images, same_images
 from losses import BT, NS, B, N, Turns
 
 BL = Annotated[Tensor, "B L"]  # outputs x tokens of prompt and response, right-padded
@@ -240,8 +238,7 @@ def _prompt_length(
         schemas = tool_schemas(row, task)
         chat_template(chat_tokenizer).check_prompt(prompt, schemas)
         ids = render(chat_tokenizer, prompt, schemas)
-        opened = [open_image(image) for image in images]
-        return len(expand(ids, opened, processor))
+        return len(expand(ids, load_images(images), processor))
 
 
 # ---------------------------------------------------------------- batches

@@ -48,7 +48,6 @@ from agent_loop import (
     BadInput,
     TokenOutput,
     agent_loop_class,
-    as_number,
     call,
     checked_number,
     expand,
@@ -872,12 +871,14 @@ def _checked_reward(reward, row):
     Raises BadReward if it is no number at all, and ValueError if it is not finite: that costs its
     rollout only."""
     score = reward.get("score") if isinstance(reward, dict) else reward
-    if as_number(score) is None:
+    try:
+        float(score)
+    except (TypeError, ValueError):
         raise BadReward(
             f"reward returned {reward!r:.80} for the row with index {row.get('index')}: return a "
             'number (0 for a wrong answer), or a dict with one under "score"; to leave a rollout '
             "out, raise an error"
-        )
+        ) from None
     score = checked_number(score, "a reward")
     return {**reward, "score": score} if isinstance(reward, dict) else score
 

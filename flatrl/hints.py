@@ -6,8 +6,9 @@ same prompt with the hint in it. Tokens that the hint makes likelier get positiv
 import os
 from dataclasses import replace
 
-from agent_loop import AgentLoopBase, AgentLoopOutput, expand, open_image, render
+from agent_loop import AgentLoopBase, AgentLoopOutput, render
 from flatrl.rows import tool_schemas
+from flatrl.vision import expand, load_images
 
 
 def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
@@ -38,7 +39,7 @@ def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
     follow, where a template rewrote the history. Raises ValueError if it begins otherwise."""
     if "told_prompt_ids" in output.extra or not row.get("hint") or row["validate"]:
         return
-    images = [open_image(image) for image in row.get("images") or ()]
+    images = load_images(row.get("images") or ())
     for schemas in (tool_schemas(row, loop.task), None):
         plain, told = (
             expand(render(loop.tokenizer, messages, schemas), images, loop.processor)

@@ -17,8 +17,9 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from agent_loop import chat_template, tool_parser, with_template_variables
+from agent_loop import chat_template, with_template_variables
 from flatrl.bad_input import need, refusing
+from flatrl.tools import tool_parser
 
 HEAD = "lm_head.weight"  # the output head's name in a checkpoint
 CHUNK = 4096  # columns of the vocabulary in a block of logits: fewer, larger steps on a GPU

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from agent_loop import USER_CODE
 from flatrl.bad_input import BadInput, need
+from flatrl.user_code import USER_CODE
 
 # How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)

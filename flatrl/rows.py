@@ -15,12 +15,12 @@ from agent_loop import (
     agent_loop_class,
     chat_template,
     clean,
-    load_image,
     row_kwargs,
     task_tools,
 )
 from flatrl.bad_input import check_types, need, refusing
 from flatrl.tables import prompt_order
+from flatrl.vision import load_image
 
 ROW_TYPES = {"extra_info": dict, "data_source": str, "demonstration": str | list | tuple}
 # Arguments that AgentLoopBase.run(**row) gets besides a row's columns.

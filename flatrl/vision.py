@@ -1,20 +1,92 @@
-"""Images in a packed batch: equal ones once, their pixels, and their positions."""
+"""Images: loading them, their tokens, and in a packed batch their pixels and positions."""
 
+import functools
+import io
 import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from agent_loop import AgentLoopOutput, expand, image_tokens
 from flatrl.devices import to_device
+
+if TYPE_CHECKING:
+    from agent_loop import AgentLoopOutput
 
 SMALLEST_INT32 = -(2**31)  # prefix_ids are compared as int32
 
 
-def check_images(output: AgentLoopOutput, processor):
+# ---------------------------------------------------------------- images and their tokens
+
+
+def load_image(source) -> Image.Image:
+    """Returns an image, upright and in RGB.
+
+    source: a path, bytes, a dict {"bytes", "path"} as in Hugging Face's files, or a PIL image.
+    Raises ValueError if it can't be read."""
+    source = _file_of(source)
+    try:
+        if isinstance(source, Image.Image):
+            image = source
+        elif isinstance(source, bytes):
+            image = Image.open(io.BytesIO(source))
+        else:
+            image = Image.open(source)
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # PIL, the file system and a wrong type each raise their own
+        raise ValueError(f"{source!r:.80} can't be read as an image: {error}") from None
+
+
+def _file_of(source):
+    """Returns the bytes or the path of a dict {"bytes", "path"}, and any other source as it is."""
+    if isinstance(source, dict):
+        return source.get("bytes") or source.get("path")
+    return source
+
+
+_cached_image = functools.lru_cache(maxsize=64)(load_image)
+
+
+def load_images(sources: Iterable) -> list[Image.Image]:
+    """Loads the images of a row (`load_image`). PIL images have been loaded, and stay.
+
+    All rollouts of a group get the same objects, so that each is preprocessed only once."""
+    files = map(_file_of, sources)
+    return [each if isinstance(each, Image.Image) else _cached_image(each) for each in files]
+
+
+def image_tokens(images: Sequence, processor) -> list[int]:
+    """Returns the number of tokens of each image. Raises ValueError for an impossible shape."""
+    sizes = [(image.height, image.width) for image in images]
+    return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
+
+
+def expand(ids: list[int], images: Sequence, processor) -> list[int]:
+    """Repeats each image's placeholder for every token of the image, as the model expects.
+
+    processor: the model's image processor; None for text models. Raises ValueError unless
+    there is one placeholder for each image, and the model accepts each image's shape."""
+    if processor is None:
+        if images:
+            raise ValueError("there are images, and this model reads text only")
+        return ids
+    placeholder = processor.image_token_id
+    n_found = ids.count(placeholder)
+    if n_found != len(images):
+        raise ValueError(f"there are {len(images)} images, but {n_found} placeholders")
+    counts = iter(image_tokens(images, processor))
+    expanded = []
+    for token in ids:
+        n = next(counts) if token == placeholder else 1
+        expanded += [token] * n
+    return expanded
+
+
+def check_images(output: "AgentLoopOutput", processor):
     """Raises ValueError unless the ids have a placeholder for each token of the images.
 
     processor: None for a text model, which takes no images."""
@@ -28,6 +100,9 @@ def check_images(output: AgentLoopOutput, processor):
             f"the ids have {n_found} placeholders, but the {len(output.images)} images of "
             f"AgentLoopOutput.images take {n_expected}: return both as the trainer needs them"
         )
+
+
+# ---------------------------------------------------------------- a packed batch
 
 
 def same_images(input_ids: Tensor, images: list[list], image_token_id: int) -> dict:

@@ -1,4 +1,4 @@
-"""Long rollouts: turns that are cut, the last answer, compaction."""
+"""Rollouts that continue from a summary when their context is long."""
 
 import itertools
 
@@ -10,122 +10,16 @@ from test_agent_loop import (
     SUM,
     Quiz,
     assert_output,
-    assert_response,
     quiz_row,
     quiz_task,
     rollout,
-    task_of,
     tool_turn,
     user_turn,
 )
 
 from agent_loop import CompactingLoop
 
-# ---------------------------------------------------------------- turns that are cut
-
-
-def cut(n: int, called: str = "No tool was called. ") -> str:
-    text = f"Your turn was cut at {n} tokens. {called}Continue, more briefly."
-    return END + user_turn(text)
-
-
-LONG = "abcdefghi"  # a token for each letter
-CALLED = [SUM + END, tool_turn("2")]
 DONE = ANSWER + END
-NO_TOOLS = {"task": task_of(), "agent": "tool_agent"}
-
-# name -> lines of the engine, settings, parts of the response, stop reason, metric
-CUT_TURNS = {
-    "after a call": ([SUM, LONG, ANSWER], {}, [*CALLED, "abcdef", cut(6), DONE], "stop", 1),
-    "twice": ([LONG, LONG, "ok"], {}, ["abcdef", cut(6)] * 2 + ["ok" + END], "stop", 2),
-    "a call in it": ([SUM + LONG, ANSWER], {}, [SUM + "a", cut(6), DONE], "stop", 1),
-    "without tools": ([LONG, "ok"], NO_TOOLS, ["abcdef", cut(6, ""), "ok" + END], "stop", 1),
-    "by the other limit": (
-        [LONG, ANSWER], {"sampling": {"max_tokens": 4}}, ["abcd", cut(4), DONE], "stop", 1,
-    ),
-    "in the last turn": (
-        [SUM, LONG], {"max_assistant_turns": 2}, [*CALLED, "abcdef"], "max_turns", 1,
-    ),
-    "by the budget": ([LONG], {"max_response_tokens": 6}, ["abcdef"], "length", 0),
-    "no room to say so": ([LONG], {"max_response_tokens": 40}, ["abcdef"], "length", 1),
-    "in another loop": ([LONG], {"agent": "single_turn"}, ["abcdef"], "length", None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("lines, how, parts, reason, n", CUT_TURNS.values(), ids=CUT_TURNS)
-def test_a_turn_that_is_cut(tokenizer, lines, how, parts, reason, n):
-    (output,), engine = rollout(tokenizer, *lines, **{"max_turn_tokens": 6} | how)
-    assert_response(output, engine, *parts)
-    assert (output.stop_reason, output.num_turns) == (reason, len(parts) + 1)
-    assert output.metrics.get("cut_turns") == n
-
-
-def test_a_user_answers_whole_turns_only(tokenizer):
-    quiz = Quiz((True, "", 1.0, {}))
-    how = dict(task=quiz_task(quiz), row=quiz_row(), max_turn_tokens=6)
-    (output,), engine = rollout(tokenizer, LONG, "ok", **how)
-    assert_response(output, engine, "abcdef", cut(6, ""), "ok" + END)
-    assert output.turn_rewards == [(len(output.response_ids) - 1, 1.0)]
-    assert quiz.events == ["start", "generate_response", "finalize"]
-
-
-# ---------------------------------------------------------------- the final answer
-
-REQUEST = "Now."
-KEPT = {"final_answer_tokens": 20, "final_answer_request": REQUEST}
-ASKED_TOOL = tool_turn(REQUEST)  # 13 tokens
-ASKED_USER = END + user_turn(REQUEST)  # 12 tokens
-ONE_TURN = {"max_assistant_turns": 1}
-
-# name -> lines of the engine, settings, parts of the response, stop reason, metric
-FINAL_ANSWERS = {
-    "another call is not executed": (
-        [SUM, SUM], ONE_TURN, [SUM + END, ASKED_TOOL, SUM + END], "stop", 1,
-    ),
-    "two calls": (
-        [SUM * 2, "a"], ONE_TURN,
-        [SUM * 2 + END, tool_turn(REQUEST, REQUEST), "a" + END], "stop", 1,
-    ),
-    "the window ends a turn, and the answer": (
-        [LONG, LONG], {"max_model_len": 25 + 17}, ["abcde", ASKED_USER, LONG[:8]], "length", 1,
-    ),
-    "a tool's answer has no room": (
-        [SUM, ANSWER], {"max_response_tokens": 35}, [SUM + END, ASKED_TOOL, DONE], "stop", 1,
-    ),
-    "no room for the request": (
-        [LONG], {"max_response_tokens": 17, "final_answer_tokens": 12}, ["abcde"], "length", 1,
-    ),
-    "nothing but the kept tokens": (
-        [LONG * 3], {"max_model_len": 20 + 17}, [(LONG * 3)[:20]], "length", 1,
-    ),
-    "after a turn that was cut": (
-        [LONG, "a"], ONE_TURN | {"max_turn_tokens": 4}, ["abcd", ASKED_USER, "a" + END], "stop", 1,
-    ),
-    "not needed": ([SUM, ANSWER], {}, [*CALLED, DONE], "stop", 0),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("lines, how, parts, reason, n", FINAL_ANSWERS.values(), ids=FINAL_ANSWERS)
-def test_a_final_answer(tokenizer, lines, how, parts, reason, n):
-    (output,), engine = rollout(tokenizer, *lines, **KEPT | how)
-    assert_response(output, engine, *parts)
-    assert (output.stop_reason, output.num_turns) == (reason, len(parts) + 1)
-    assert output.metrics.get("final_answers") == n
-
-
-@pytest.mark.parametrize("done", [False, True])
-def test_a_user_judges_the_final_answer(tokenizer, done):
-    quiz = Quiz((False, "Sure?", 1.0, {}), (done, "No.", 2.0, {}))
-    how = dict(task=quiz_task(quiz), row=quiz_row(), **ONE_TURN, **KEPT)
-    (output,), engine = rollout(tokenizer, "2", "3", **how)
-    assert_response(output, engine, "2" + END, ASKED_USER.removeprefix(END), "3" + END)
-    last = len(output.response_ids) - 1
-    assert output.turn_rewards == [(1, 1.0), (last, 2.0)]
-    assert (output.stop_reason, output.extra["unread"]) == ("stop", "No.")
-
-
-# ---------------------------------------------------------------- compaction
-
 NOTES = "It is 2."
 TOOLS = "<|im_start|>system\nTools: calculator<|im_end|>\n"
 OPENING = TOOLS + ASKED  # 17 tokens
@@ -161,10 +55,6 @@ COMPACTIONS = {
     "at three quarters of the window": (
         [SUM] * 6 + [NOTES, ANSWER], {"compact_at": 0, "max_model_len": 132},
         [[OPENING, *CALLS * 5, *ASKED_NOTES, NOTES + END], [after(NOTES), DONE]], "stop", 1,
-    ),
-    "notes that are cut": (
-        [SUM, NOTES, ANSWER], {"max_turn_tokens": 6},
-        [[OPENING, *ASKED_NOTES, "It is "], [after("It is "), DONE]], "stop", 1,
     ),
     "the budget ends in the notes": (
         [SUM, NOTES], {"max_response_tokens": 30},

@@ -133,14 +133,12 @@ def test_what_probe_chats_tell(name, tokenizer):
     try_out(template.tokenizer, prompt, refused=said if name == "gemma2" else None)
 
 
-NESTED = call(expression="LISTS").replace('"LISTS"', "[" * 700 + "]" * 700)
 # name: (a turn of the policy, what it is answered)
 ANSWERED = {
     "malformed": ("<tool_call>{broken", "not valid JSON"),
     "text before a call": ("I add. " + call(expression="5*5"), "25"),
     "reasoning before a call": ("<think>I add.</think>" + call(expression="5*5"), "25"),
     "a tool that is unknown": (call('a "b" <|im_end|>'), "there is no tool"),
-    "arguments nested too deep": (NESTED, "wrong arguments"),
 }
 
 
@@ -165,9 +163,9 @@ def test_a_template_that_shows_one_call_a_turn(tokenizer):
     turn = call(expression="10*10") + call(expression="2*2") + of.call_end
     lines = (turn, "stop"), (ANSWER + of.answer_end, "stop")
     stops = chat_templates.stop_ids("llama3.1", other)
-    limits = {"max_response_tokens": 4000, "max_tool_response_tokens": 1}
+    limits = {"max_response_tokens": 4000, "max_tool_response_tokens": 1, "max_parallel_calls": 1}
     (output,), engine = play(other, CALCULATOR, {}, stops, *lines, **limits)
-    said = "1...\\nError: 1 more calls were not executed: call one tool at a time"
+    said = "1...\\nError: 1 more calls were not executed: the limit is 1 a turn"
     assert said in other.decode(engine.prompts[1])
     assert (output.metrics["tool_calls"], output.metrics["tool_errors"]) == (1, 1)
     (shown,) = output.messages[1]["tool_calls"]

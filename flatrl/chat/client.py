@@ -183,8 +183,6 @@ class ChatClient:
             key=lambda trajectory: len(trajectory.messages),
         )
         new_messages = messages[len(earlier.messages) :] if earlier else messages
-        if self.loop.too_long(new_messages):
-            self._give_up("length")
         if self.over or 0 < self.loop.args.max_assistant_turns <= self.turns:
             self._give_up("max_turns")
         loop = copy.copy(self.loop)

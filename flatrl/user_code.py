@@ -1,0 +1,100 @@
+"""Runs user code (tools, simulated users, rewards) with deadlines and in threads."""
+
+import asyncio
+import contextvars
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+# A thread is started only if none is idle. A function that never returns keeps its thread.
+USER_CODE = "user code"
+THREADS = ThreadPoolExecutor(max_workers=1024, thread_name_prefix=USER_CODE)
+
+# The asyncio.Timeout of the running user code. Code that first waits for a person, or for its turn,
+# may postpone the deadline with `reschedule`.
+DEADLINE = contextvars.ContextVar("DEADLINE")
+
+# Marks that the next character is tokenised alone (agent_loop._tokenise). It is a Unicode
+# noncharacter. `clean` removes it from texts of others.
+TOKEN_BREAK = "\ufdd0"
+
+
+class CallTimeoutError(TimeoutError):
+    """User code took longer than its deadline."""
+
+
+async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
+    """Awaits user code, and cancels it after `seconds`; 0: no deadline.
+
+    Raises CallTimeoutError at the deadline, and whatever the code raises. SystemExit and a
+    CancelledError of its own become RuntimeError, because they would end more than this call."""
+    try:
+        async with asyncio.timeout(seconds or None) as deadline:
+            previous = DEADLINE.set(deadline)
+            try:
+                return await coroutine
+            finally:
+                DEADLINE.reset(previous)
+    except TimeoutError:
+        if deadline.expired():
+            raise CallTimeoutError(f"{name} took longer than {seconds:g} seconds") from None
+        raise
+    except (SystemExit, asyncio.CancelledError) as error:
+        if asyncio.current_task().cancelling():
+            raise
+        raise RuntimeError(repr(error)) from error
+
+
+async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
+    """Runs a plain function in a thread, so that it does not block the event loop.
+
+    Raises whatever the function raises, and RuntimeError in place of StopIteration and SystemExit,
+    which a future can't deliver."""
+    context = contextvars.copy_context()
+
+    def run():
+        try:
+            return context.run(function, *args, **kwargs)
+        except (StopIteration, SystemExit) as error:
+            raise RuntimeError(repr(error)) from error
+
+    return await asyncio.get_running_loop().run_in_executor(THREADS, run)
+
+
+async def call(function: Callable, /, *args, **kwargs) -> Any:
+    """Awaits an async function, or runs a plain one `in_thread`."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result = await in_thread(function, *args, **kwargs)
+    if inspect.isawaitable(result):  # from a decorated async function
+        return await result
+    return result
+
+
+def clean(text: str) -> str:
+    """Returns the text without TOKEN_BREAK, and with "?" for lone surrogates.
+
+    No tokenizer accepts these. They come from garbage bytes, or from "\\ud83d" in JSON."""
+    return text.encode(errors="replace").decode().replace(TOKEN_BREAK, "")
+
+
+def checked_text(text, name: str) -> str:
+    """Returns a text from user code, cleaned. Raises ValueError, with `name`, for other types."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be a str, got {text!r:.80}")
+    return clean(text)
+
+
+def checked_number(value, name: str) -> float:
+    """Returns a number from user code as a float.
+
+    Raises ValueError, with `name`, for NaN, infinity and what is no number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {value!r:.80}")
+    return number
