@@ -6,9 +6,8 @@ the template writes). One rule governs this file: *token in, token out*. Within 
 ids are appended verbatim and never tokenised again. The text between two sampled turns is the
 difference of two renderings of the chat template (`ChatTemplate.suffix`).
 
-In this order: settings and results; `Trajectory`; agent loops, from `AgentLoopBase` to
-`CompactingLoop`; tools and interactions. Then all that depends on a model's chat template, the
-longest part, because each model has its own: `ChatTemplate` learns what it does by rendering short
+In this order: settings and results; `Trajectory`; agent loops; tools and interactions. Then all
+that depends on a model's chat template: `ChatTemplate` learns what it does by rendering short
 made-up chats. Function tools and parsed calls are in flatrl/tools.py, deadlines and threads in
 flatrl/user_code.py, images in flatrl/vision.py.
 
@@ -384,14 +383,12 @@ class Trajectory:
         ValueError, which names the source, and records nothing if reward or metrics are not
         finite numbers."""
         source = f"{kind} {name!r}"
-        if not isinstance(metrics, dict | None):
-            raise ValueError(f"the metrics of {source} must be a dict, got {metrics!r:.80}")
         reward = checked_number(0.0 if reward is None else reward, f"the reward of {source}")
         checked = {}
         for key, value in (metrics or {}).items():
-            checked[key] = checked_number(value, f"metric {key!r} of {source}")
+            checked[f"{kind}/{name}/{key}"] = checked_number(value, f"metric {key!r} of {source}")
         for key, value in checked.items():
-            self.count(f"{kind}/{name}/{key}", value)
+            self.count(key, value)
         if reward:
             self.count(f"{kind}_reward/{name}", reward)
             last = max(0, len(self.response_ids) - 1)
@@ -502,11 +499,14 @@ class AgentLoopBase:
         trusted: messages that may contain the text of control tokens, now and after a fork; by
         default all of the prompt. Raises ValueError unless the prompt has one placeholder for each
         of the row's images."""
-        prompt = row["prompt"]
         images = load_images(row.get("images") or ())
-        engine_ids = self.chat_template().render(prompt, tools, trusted)
-        prompt_ids = expand(engine_ids, images, self.processor)
-        return Trajectory(prompt, prompt_ids, engine_ids, images, trusted)
+        prompt = self.prompt(row["prompt"], tools, images, trusted)
+        return Trajectory(row["prompt"], *prompt, images, trusted)
+
+    def prompt(self, messages, tools, images, trusted) -> tuple[list[int], list[int]]:
+        """Returns the ids of messages as a prompt: the trainer's, and the engine's."""
+        engine_ids = self.chat_template().render(messages, tools, trusted)
+        return expand(engine_ids, images, self.processor), engine_ids
 
     @property
     def window(self):
@@ -544,7 +544,7 @@ class AgentLoopBase:
         try:
             fits = self._append_suffix(trajectory, template, messages, tools, images)
         except RewritesHistory:
-            fits = self._fork_with(trajectory, template, messages, tools, images)
+            fits = self._fork_with(trajectory, messages, tools, images)
         if not fits:
             trajectory.stop_reason = "length"
             return False
@@ -565,14 +565,14 @@ class AgentLoopBase:
         trajectory.add_given(ids, engine_ids)
         return True
 
-    def _fork_with(self, trajectory, template, messages, tools, images):
+    def _fork_with(self, trajectory, messages, tools, images):
         """Forks the trajectory: the new prompt is its history with messages, if they fit."""
         chat = trajectory.messages + messages
-        engine_ids = template.render(chat, tools, trajectory.trusted)
-        ids = expand(engine_ids, [*trajectory.images, *images], self.processor)
-        if self.room(trajectory, used=len(ids)) < 1:
+        all_images = trajectory.images + images
+        prompt = self.prompt(chat, tools, all_images, trajectory.trusted)
+        if self.room(trajectory, used=len(prompt[0])) < 1:
             return False
-        trajectory.fork(ids, engine_ids)
+        trajectory.fork(*prompt)
         return True
 
     async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
@@ -757,10 +757,9 @@ class ToolAgentLoop(AgentLoopBase):
         if text is not None:
             text = checked_text(text, f"the text of interaction {self.interaction.name!r}")
             trajectory.messages.append({"role": "user", "content": text})
-            engine_ids = self.chat_template().render(
-                trajectory.messages, self.schemas, trajectory.trusted)
-            prompt_ids = expand(engine_ids, trajectory.images, self.processor)
-            trajectory.begin(prompt_ids, engine_ids)
+            prompt = self.prompt(
+                trajectory.messages, self.schemas, trajectory.images, trajectory.trusted)
+            trajectory.begin(*prompt)
         if self.tools:
             trajectory.count("tool_calls", 0)  # so that the metric exists
         for name in self.tools:
@@ -1041,8 +1040,8 @@ class CompactingLoop(ToolAgentLoop):
             {"role": "assistant", "content": trajectory.messages[-1]["content"]},
             {"role": "user", "content": self.CONTINUE},
         ]
-        engine_ids = self.chat_template().render(messages, self.schemas, trajectory.trusted)
-        trajectory.fork(expand(engine_ids, self.opening_images, self.processor), engine_ids)
+        prompt = self.prompt(messages, self.schemas, self.opening_images, trajectory.trusted)
+        trajectory.fork(*prompt)
         trajectory.messages = messages
         trajectory.images = list(self.opening_images)
         return self.generating
@@ -1129,11 +1128,9 @@ def row_kwargs(row: dict, name: str) -> dict:
 def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
     """Returns the task's tools by name: those that are keys of tools_kwargs, or all if it is empty.
 
-    Raises BadInput for an invalid tool, two tools of the same name, and an unknown key."""
+    Raises BadInput for what can't be a tool, two tools of the same name, and an unknown key."""
     tools = {}
     for tool in map(as_tool, getattr(task, "TOOLS", None) or ()):
-        if not (isinstance(tool.name, str) and isinstance(tool.schema, dict)):
-            raise BadInput(f"a tool needs a `name`, a str, and a `schema`, a dict: {tool!r}")
         if tool.name in tools:
             raise BadInput(f"two of the task's TOOLS have the same name, {tool.name!r}")
         tools[tool.name] = tool
@@ -1175,12 +1172,8 @@ def task_interaction(task, kwargs: dict) -> Interaction | None:
     """Returns the task's interaction named kwargs["name"] or, without a name, its only one.
 
     Returns None if the task has no interactions, or if kwargs are empty and it has several.
-    Raises BadInput for an unknown name, for kwargs without a name if the task has several
-    interactions, and for invalid INTERACTIONS."""
-    given = getattr(task, "INTERACTIONS", None) or ()
-    interactions = {each.name: each for each in given if isinstance(each, Interaction)}
-    if len(interactions) < len(given):
-        raise BadInput(f"INTERACTIONS holds what is no Interaction, or two of one name: {given}")
+    Raises BadInput for an unknown name, and for kwargs without a name if there are several."""
+    interactions = {each.name: each for each in getattr(task, "INTERACTIONS", None) or ()}
     name = kwargs.get("name")
     if name is None and len(interactions) < 2:
         return next(iter(interactions.values()), None)

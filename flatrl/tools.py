@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from transformers.utils import get_json_schema
 
 from flatrl.bad_input import BadInput
+from flatrl.user_code import clean
 
 # ---------------------------------------------------------------- functions
 
@@ -164,6 +165,8 @@ def _read_call(function):
     error = None
     try:
         arguments = json.loads(function.arguments or "{}") or {}
+        # JSON may escape half of a character ("\\ud83d"), which no file takes.
+        arguments = json.loads(clean(json.dumps(arguments, ensure_ascii=False)))
     except (ValueError, RecursionError) as problem:
         error = f"wrong arguments: {problem}"
     if not isinstance(arguments, dict):
