@@ -494,41 +494,40 @@ class EndToEnd:
     def __init__(self, batch: Batch):
         self.n_units = len(batch.units.outcomes)
         self.sampled = batch["response_mask"].bool()
-        self.nearest_place = self._nearest_places(batch)
+        # A sampled token takes one place, the first one of a turn also the empty place before it.
+        # In the example above: 2 1 0 0 2, then 2 1, then 0 2 1.
+        widths = self.sampled.int() + losses.turn_starts(self.sampled)  # (B, T)
+        starts = self._starts(batch, widths.sum(1).tolist())  # (B, 1)
+        # A token's place is its output's start, plus the widths up to and with its own, minus 1.
+        # Other tokens have width 0, so they have the place of the last sampled one before them.
+        # Those before the output's first sampled one get the place of that one. In the example
+        # above: 1 2 2 2 4, then 6 7, then 1 1 2.
+        places = widths.cumsum(1, dtype=torch.int32) + (starts - 1)
+        places.clamp_(min=starts + 1)
+        self.nearest_place = places.where(self.sampled.any(1, keepdim=True), 0)
+
         units = batch.units.unit_of_row[:, None].expand_as(self.sampled)
         # Unit and place of the n sampled tokens, in the batch's order: (n,) each.
         self.places = units[self.sampled], self.nearest_place[self.sampled].long()
         self.mask = self.to_units(torch.ones_like(batch["response_mask"]))
 
-    def _nearest_places(self, batch: Batch) -> BT:
-        """Returns nearest_place."""
-        # A sampled token takes one place, the first one of a turn also the empty place before it.
-        # In the example above: 2 1 0 0 2, then 2 1, then 0 2 1.
-        widths = self.sampled.int() + losses.turn_starts(self.sampled)  # (B, T)
+    def _starts(self, batch: Batch, widths: list[int]) -> Tensor:
+        """Returns the place at which each output begins in its unit, (B, 1).
 
-        output_starts = []
-        unit_ends = [0] * self.n_units
+        widths: the number of places of each output."""
+        starts = []
+        ends = [0] * self.n_units
         previous = {}  # unit -> its previous output
-        output_widths = widths.sum(1).tolist()
         units = batch.units.unit_of_row.tolist()
-        for unit, output, width in zip(units, batch.outputs, output_widths):
-            start = unit_ends[unit]
+        for unit, output, width in zip(units, batch.outputs, widths):
+            start = ends[unit]
             if unit in previous and _continues(output, previous[unit]):
                 # The empty place of its first token is then the last place of the previous output.
                 start -= 1
-            output_starts.append(start)
-            unit_ends[unit] = start + width
+            starts.append(start)
+            ends[unit] = start + width
             previous[unit] = output
-
-        # A token's place is its output's start, plus the widths up to and with its own, minus 1.
-        # Other tokens have width 0, so they have the place of the last sampled one before them.
-        starts = torch.tensor(output_starts, dtype=torch.int32)[:, None]  # (B, 1)
-        places = widths.cumsum(1, dtype=torch.int32)
-        places += starts - 1
-        # Tokens before the output's first sampled one get the place of that one. In the example
-        # above: 1 2 2 2 4, then 6 7, then 1 1 2.
-        places.clamp_(min=starts + 1)
-        return places.where(self.sampled.any(1, keepdim=True), 0)
+        return torch.tensor(starts, dtype=torch.int32)[:, None]
 
     def to_units(self, x: BT) -> NS:
         """Moves values of tokens to their places. Empty places get 0."""
@@ -564,23 +563,11 @@ def place_rewards(batch: Batch, terminal: N) -> NS:
     it."""
     layout = batch.layout
     rewards = torch.zeros_like(layout.mask)
-    n_places = rewards.shape[1]
-
-    # Of each turn reward in the batch:
-    rows = []
-    tokens = []  # index into the response
-    values = []
-    for row, output in enumerate(batch.outputs):
+    units = batch.units.unit_of_row.tolist()
+    for row, (unit, output) in enumerate(zip(units, batch.outputs)):
         for token, reward in output.turn_rewards:
-            rows.append(row)
-            tokens.append(token)
-            values.append(reward)
-    if rows:
-        units = batch.units.unit_of_row[rows]
-        places = layout.nearest_place[rows, tokens]
-        values = torch.tensor(values, dtype=rewards.dtype)
-        # index_add_ also adds up several rewards at one place.
-        rewards.view(-1).index_add_(0, units * n_places + places, values)
+            place = layout.nearest_place[row, token]
+            rewards[unit, place] += reward
 
     last_places = losses.last_places(layout.mask)  # (N,), 0 in a unit without sampled tokens
     rewards[torch.arange(len(terminal)), last_places] += terminal
