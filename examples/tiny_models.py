@@ -9,9 +9,8 @@ numbers come from the global generators, which train.py has seeded. train.py cac
 edit of this file, or of the task's, builds them anew."""
 
 import asyncio
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,18 +19,13 @@ import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import get_json_schema
 
-from agent_loop import (
-    AgentLoopOutput,
-    BadInput,
-    LoopArgs,
-    agent_loop_class,
-    task_tools,
-)
+from agent_loop import AgentLoopOutput, LoopArgs, agent_loop_class, task_tools
 from data import load_rows
+from flatrl.bad_input import need, refusing
+from flatrl.terminal import Bar
 from rollout import Demonstration
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -157,57 +151,51 @@ def init_model(
     return model, tokenizer
 
 
-def imitate(model, input_ids: Tensor, lengths: Tensor, mask: Tensor, batch_size: int):
-    """Trains the model on the tokens of input_ids (N, T) whose mask (N, T) is 1.
+def fit(model, loss_of: Callable[[int], Tensor], n_batches: int):
+    """Trains the model on loss_of(i), a scalar, for each i below n_batches, and shows progress.
 
-    A row's tokens after its length (N,) are padding. Each row is seen once, in order."""
-    n_batches = max(1, len(input_ids) // batch_size)
-    labels = input_ids.masked_fill(mask == 0, -100)
+    The learning rate rises for 20 batches; in the second half it falls to 0."""
 
-    def learning_rate(step: int) -> float:
-        """Returns the factor of lr: it rises for 20 batches; its second half falls to 0."""
+    def factor(step: int) -> float:
         return min((step + 1) / 20, 1, 2 - 2 * step / n_batches)
 
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    started = time.monotonic()
     model.train()
-    starts = range(0, len(input_ids), batch_size)
-    for start in told(starts, "building the model"):
-        rows = slice(start, start + batch_size)
+    with Bar(None, "building the model", total=n_batches, unit="batch") as bar:
+        for i in range(n_batches):
+            loss_of(i).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            bar.update()
+    model.eval()
+    print(f"building the model: done in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def imitate(model, input_ids: Tensor, lengths: Tensor, mask: Tensor, batch_size: int):
+    """Trains the model on the tokens of input_ids (N, T) whose mask (N, T) is 1.
+
+    A row's tokens after its length (N,) are padding. Each row is seen once, in order; an incomplete
+    last batch is left out."""
+    labels = input_ids.masked_fill(mask == 0, -100)
+
+    def loss_of(i: int) -> Tensor:
+        rows = slice(i * batch_size, (i + 1) * batch_size)
         longest = int(lengths[rows].max())
         inputs = input_ids[rows, :longest]
         hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state  # (B, T, H)
         targets = labels[rows, 1:longest]  # (B, T - 1)
         # Logits are computed only where they count.
         counts = targets != -100
-        loss = F.cross_entropy(model.lm_head(hidden[:, :-1][counts]), targets[counts])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        logits = model.lm_head(hidden[:, :-1][counts])
+        return F.cross_entropy(logits, targets[counts])
 
-
-def told(items: Sequence, title: str, seconds: float = 10.0) -> Iterator:
-    """Yields the items under a progress bar, and prints at the end how long they took.
-
-    Without a terminal, it prints every few seconds how long the others will take. The first item is
-    not counted: libraries load what they need, which takes seconds."""
-    start = time.monotonic()
-    # Some terminals report 0 rows, and tqdm would then draw nothing.
-    bar = tqdm(items, title, leave=False, disable=None, nrows=20)
-    for n, item in enumerate(bar, 1):
-        yield item
-        now = time.monotonic()
-        if n == 1:
-            first = last = now
-        elif now - last >= seconds and not sys.stderr.isatty():
-            left = (now - first) / (n - 1) * (len(items) - n)
-            print(f"{title}: {n} of {len(items)}, about {left:.0f} s left", flush=True)
-            last = now
-    print(f"{title}: done in {time.monotonic() - start:.0f} s", flush=True)
+    fit(model, loss_of, max(1, len(input_ids) // batch_size))
 
 
 def build_warm_model(
@@ -235,7 +223,7 @@ def build_warm_model(
     lengths = batch["attention_mask"].sum(1)
     mask = torch.as_tensor(batch["assistant_masks"])
     imitate(model, batch["input_ids"], lengths, mask, batch_size)
-    model.eval().save_pretrained(path)
+    model.save_pretrained(path)
 
 
 def build_from_demonstrations(
@@ -257,31 +245,28 @@ def build_from_demonstrations(
     system = getattr(task, "SYSTEM_PROMPT", None)
     rows = load_rows(SimpleNamespace(load=lambda split: rows, SYSTEM_PROMPT=system), "train")
     model, tokenizer = init_model(path, pieces=[*common_pieces(task), *pieces])
-    sequences = asyncio.run(play_all(rows, task, tokenizer))
+    sequences = []
+    for row in rows:
+        sequences += asyncio.run(play(row, task, tokenizer))
     lengths = torch.tensor([len(ids) for ids, _ in sequences])
-    ids = pad_sequence([torch.tensor(ids) for ids, _ in sequences], batch_first=True)
-    mask = pad_sequence([torch.tensor(mask) for _, mask in sequences], batch_first=True)
+    ids, mask = (
+        pad_sequence([torch.tensor(each) for each in column], batch_first=True)
+        for column in zip(*sequences)
+    )
     imitate(model, ids, lengths, mask, batch_size)
-    model.eval().save_pretrained(path)
+    model.save_pretrained(path)
 
 
 def common_pieces(task) -> list[str]:
     """Returns frequent texts of a task: its system prompt and how each tool's call begins."""
-    pieces = [task.SYSTEM_PROMPT] if getattr(task, "SYSTEM_PROMPT", None) else []
+    system = getattr(task, "SYSTEM_PROMPT", None)
+    pieces = [system] if system else []
     for name, tool in task_tools(task).items():
         pieces.append(name)
-        for argument in tool.schema["function"].get("parameters", {}).get("properties", ()):
+        parameters = tool.schema["function"].get("parameters", {})
+        for argument in list(parameters.get("properties", ()))[:1]:
             pieces.append(f'<tool_call>\n{{"name": "{name}", "arguments": {{"{argument}": "')
-            break
     return pieces
-
-
-async def play_all(rows: list[dict], task, tokenizer) -> list[tuple]:
-    """Returns the sequences that `play` returns, of all rows in order."""
-    sequences = []
-    for row in told(rows, "playing the demonstrations"):
-        sequences += await play(row, task, tokenizer)
-    return sequences
 
 
 async def play(row: dict, task, tokenizer) -> list[tuple]:
@@ -293,20 +278,13 @@ async def play(row: dict, task, tokenizer) -> list[tuple]:
     turns = list(row.get("demonstration") or ())
     loop = agent_loop_class(row, task, args)(None, tokenizer, None, task, args)
     loop.engine = Demonstration(turns, loop, {tokenizer.eos_token_id})
-    try:
+    with refusing(f"the demonstration of row {row['index']} can't be played"):
         outputs = await loop.run({}, **row, step=0, rollout_n=0, validate=False)
-    except Exception as error:
-        raise BadInput(
-            f"the demonstration of row {row['index']} can't be played: {error}"
-        ) from error
     outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
-    if turns or not any(1 in output.response_mask for output in outputs):
-        raise BadInput(
-            f"row {row['index']}: its agent loop ends with {len(turns)} turns of its "
-            "demonstration left, or it has none"
-        )
+    is_played = not turns and any(1 in output.response_mask for output in outputs)
+    need(is_played, f"row {row['index']}: its agent loop does not play all of a demonstration")
     sequences = []
     for output in outputs:
-        ids = output.prompt_ids + output.response_ids
-        sequences.append((ids, [0] * len(output.prompt_ids) + output.response_mask))
+        mask = [0] * len(output.prompt_ids) + output.response_mask
+        sequences.append((output.prompt_ids + output.response_ids, mask))
     return sequences

@@ -7,10 +7,7 @@
 The prompt shows a card of four cells that are nearly grey; `zoom` returns one of them in its full
 colour. The built-in model zooms on about half of the cards and guesses on the others, where 1
 answer of 4 is right. Building it takes half a minute. Qwen2.5-VL's own template does not show
-tools: with that model, describe a call in SYSTEM_PROMPT.
-
-The images of a prompt are the row's column "images", each with a placeholder in a message. The
-images of a tool are in its response."""
+tools: with that model, describe a call in SYSTEM_PROMPT."""
 
 import itertools
 import random
@@ -31,7 +28,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from agent_loop import Tool, ToolResponse
 from data import load_rows
-from examples.tiny_models import CHAT_TEMPLATE, init_model
+from examples.tiny_models import CHAT_TEMPLATE, fit, init_model
 
 
 def without_torchvision() -> None:
@@ -76,23 +73,19 @@ def card(colours: Sequence[str]) -> Image.Image:
 
 
 def load(split: str) -> list[dict]:
-    """Returns the rows of a split: of 1,024 cards and cells, 64 are for "val".
-
-    "images" may hold paths or bytes as well."""
+    """Returns the rows of a split: of 1,024 cards and cells, 64 are for "val"."""
     cards = list(itertools.product(itertools.product(COLOURS, repeat=4), range(1, 5)))
     random.Random(0).shuffle(cards)
     rows = []
-    for i, (colours, cell) in enumerate({"train": cards[64:], "val": cards[:64]}[split]):
-        question = [{"type": "image"}, {"type": "text", "text": f"Cell {cell}?"}]
-        rows.append(
-            {
-                "prompt": [{"role": "user", "content": question}],
-                "images": [card(colours)],
-                "reward_model": {"ground_truth": colours[cell - 1]},
-                "extra_info": {"index": i, "cell": cell},
-                "tools_kwargs": {"zoom": {"execute_kwargs": {"colours": colours}}},
-            }
-        )
+    for colours, cell in {"train": cards[64:], "val": cards[:64]}[split]:
+        row = {
+            "prompt": f"<image>Cell {cell}?",
+            "images": [card(colours)],
+            "reward_model": {"ground_truth": colours[cell - 1]},
+            "extra_info": {"cell": cell},
+            "tools_kwargs": {"zoom": {"execute_kwargs": {"colours": colours}}},
+        }
+        rows.append(row)
     return rows
 
 
@@ -102,19 +95,15 @@ class Zoom(Tool):
     name = "zoom"
     cell = {"type": "integer", "minimum": 1, "maximum": 4}
     parameters = {"type": "object", "properties": {"cell": cell}, "required": ["cell"]}
-    schema = {
-        "type": "function",
-        "function": {"name": name, "description": "Show a cell.", "parameters": parameters},
-    }
+    function = {"name": name, "description": "Show a cell.", "parameters": parameters}
+    schema = {"type": "function", "function": function}
 
-    async def execute(
-        self, request_id: str, arguments: dict, colours: Sequence[str]
-    ) -> ToolResponse:
-        if arguments.get("cell") not in (1, 2, 3, 4):
+    async def execute(self, request_id: str, arguments: dict, colours: Sequence[str]):
+        cell = arguments.get("cell")
+        if cell not in (1, 2, 3, 4):
             raise ValueError("cell must be 1, 2, 3 or 4")
-        return ToolResponse(
-            images=[Image.new("RGB", (56, 56), COLOURS[colours[arguments["cell"] - 1]])]
-        )
+        colour = COLOURS[colours[cell - 1]]
+        return ToolResponse(images=[Image.new("RGB", (56, 56), colour)])
 
 
 TOOLS = [Zoom()]
@@ -200,8 +189,8 @@ def init_vision_model(path: str | Path):
 def demonstration(row: dict) -> tuple[list[dict], list]:
     """Returns (messages, images) of a teacher who looks at half of the cards, and else guesses."""
     if random.random() < 0.5:
-        guess = {"role": "assistant", "content": f"<answer>{random.choice(list(COLOURS))}</answer>"}
-        return [*row["prompt"], guess], row["images"]
+        guess = f"<answer>{random.choice(list(COLOURS))}</answer>"
+        return [*row["prompt"], {"role": "assistant", "content": guess}], row["images"]
     truth = row["reward_model"]["ground_truth"]
     arguments = {"cell": row["extra_info"]["cell"]}
     call = {"type": "function", "function": {"name": "zoom", "arguments": arguments}}
@@ -213,33 +202,29 @@ def demonstration(row: dict) -> tuple[list[dict], list]:
     ], [*row["images"], Image.new("RGB", (56, 56), COLOURS[truth])]
 
 
-def build_model(path: str | Path, num_batches: int = 300) -> None:
-    """Writes the default model to the folder `path`.
-
-    It is warmed up on demonstrations, on all that follows their prompts."""
+def build_model(path: str | Path) -> None:
+    """Writes the default model to the folder `path`, warmed up on demonstrations."""
     model = init_vision_model(path)
     processor = AutoProcessor.from_pretrained(path)
     assistant = processor.tokenizer.convert_tokens_to_ids("assistant\n")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
-
-    def learning_rate(step: int) -> float:
-        """Returns the factor of lr: it rises for 20 batches, and falls to 0 in the second half."""
-        return min((step + 1) / 20, 2 - 2 * step / num_batches, 1)
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     rows = load_rows(sys.modules[__name__], "train")
-    for _ in range(num_batches):
-        chats, images = zip(*map(demonstration, random.choices(rows, k=16)), strict=True)
-        texts = processor.apply_chat_template(list(chats), tools=[TOOLS[0].schema], tokenize=False)
-        images = list(itertools.chain.from_iterable(images))
+
+    def loss_of(i: int) -> torch.Tensor:
+        """Returns the loss of all that follows the prompts of 16 demonstrations."""
+        chats, images = zip(*map(demonstration, random.choices(rows, k=16)))
+        texts = processor.apply_chat_template(list(chats), tools=[Zoom.schema], tokenize=False)
         batch = processor(
-            text=texts, images=images, padding=True, padding_side="right", return_tensors="pt"
+            text=texts,
+            images=list(itertools.chain.from_iterable(images)),
+            padding=True,
+            padding_side="right",
+            return_tensors="pt",
         )
-        prompt = (batch["input_ids"] == assistant).cumsum(1) == 0
-        labels = batch["input_ids"].masked_fill(prompt | (batch["attention_mask"] == 0), -100)
-        model(**batch, labels=labels).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        ids = batch["input_ids"]
+        is_prompt = (ids == assistant).cumsum(1) == 0
+        is_padding = batch["attention_mask"] == 0
+        labels = ids.masked_fill(is_prompt | is_padding, -100)
+        return model(**batch, labels=labels).loss
+
+    fit(model, loss_of, n_batches=300)
     model.save_pretrained(path)

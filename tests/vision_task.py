@@ -3,7 +3,6 @@
 A random model writes no tool call, so the agent makes one after its first turn. Any five tokens
 are a turn."""
 
-import os
 import random
 
 from PIL import Image
@@ -19,10 +18,10 @@ def picture(seed: int, width: int, height: int) -> Image.Image:
 
 
 def load(split: str) -> list[dict]:
-    """Rows with no image, one and two, by index modulo 3; VISION_TASK_IMAGES=all: one or two."""
+    """Rows with no image, one and two, by index modulo 3."""
     rows = []
     for i in range(12 if split == "train" else 3):
-        n = i % 3 if os.environ.get("VISION_TASK_IMAGES") != "all" else 1 + i % 2
+        n = i % 3
         rows.append({
             "prompt": [{"role": "user", "content": "<image>" * n + f"What is {i}?"}],
             "images": [picture(10 * i + k, 56 + 28 * k, 56 + 28 * (i % 4)) for k in range(n)],
@@ -41,7 +40,7 @@ class Look(Tool):
     schema = {"type": "function", "function": {"name": name, "description": "Look."}}
 
     async def execute(self, request_id: str, arguments: dict, index: int) -> ToolResponse | str:
-        if index % 3 != 1 and os.environ.get("VISION_TASK_IMAGES") != "all":
+        if index % 3 != 1:
             return "nothing to see"
         return ToolResponse("seen", images=[picture(1000 + index, 56, 56 + 28 * (index % 3))])
 
