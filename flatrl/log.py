@@ -221,7 +221,7 @@ def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], l
     vocab_size on."""
     outputs = []
     errors = []
-    names = {field.name for field in fields(AgentLoopOutput)}
+    names = {field.name for field in fields(AgentLoopOutput)} - {"images"}  # a number
     for number, text in enumerate(file.read_bytes().splitlines(), 1):
         with refusing(f"{file}, line {number}, is not a trajectory that can be replayed"):
             line = json.loads(text)
