@@ -187,6 +187,7 @@ def resume(run, checkpoint: Path, state: dict, changed: list[str]):
     if run.args.kl_target and "kl_coef" not in changed:
         run.kl.coef = state["kl_coef"]
     load_checkpoint(run, checkpoint, state["parts"])
+    run.log.say(f"resuming after step {run.done}")
     run.log.write_about()
     rewards = on_main(logged, run.folder, "eval/reward")
     if run.done in rewards and run.args.is_reached_by({"eval/reward": rewards[run.done]}):
