@@ -22,7 +22,6 @@ import agent_loop
 import data
 import train
 from agent_loop import BadInput, SingleTurnLoop, ToolAgentLoop, ToolResponse, expand
-from examples import vision
 from examples.vision import init_vision_model
 from flatrl import models
 from flatrl.chat.client import ChatAgentLoop
@@ -93,8 +92,8 @@ def user(content) -> list[dict]:
     return [{"role": "user", "content": content}]
 
 
-def rows_of(args, processor, task=vision_task, split="train") -> list[dict]:
-    rows = data.load_rows(task, split)
+def rows_of(args, processor, task=vision_task) -> list[dict]:
+    rows = data.load_rows(task, "train")
     return data.filter_overlong(rows, processor.tokenizer, task, args, processor)
 
 
@@ -305,29 +304,17 @@ def test_the_engine_gets_a_placeholder_an_image_and_the_trainer_all(play, proces
     json.dumps(output.messages)  # no image in them
 
 
-@pytest.mark.parametrize("images, seeing, said", [
-    (["not a picture"], True, "can't be read as an image"),
-    ([Image.new("RGB", (4000, 4))], True, "aspect ratio"),
-    ([picture(1, 56, 56)] * 5, True, "Error: no room for 5 more images: 0 of 4 are there"),
-    ([picture(1, 56, 56)], False, "the tool returned an image, and this agent reads text only"),
+@pytest.mark.parametrize("image, seeing, said", [
+    ("not a picture", True, "can't be read as an image"),
+    (Image.new("RGB", (4000, 4)), True, "aspect ratio"),
+    (picture(1, 56, 56), False, "the tool returned an image, and this agent reads text only"),
 ])  # fmt: skip
-def test_a_tools_image_that_cannot_be_shown_is_an_error_for_the_model(play, images, seeing, said):
+def test_a_tools_image_that_cannot_be_shown_is_an_error_for_the_model(play, image, seeing, said):
     row = {"prompt": user("Look.")}
-    output, _ = play(row, CALL, "red", tool=show(ToolResponse(images=images)), seeing=seeing)
+    output, _ = play(row, CALL, "red", tool=show(ToolResponse(images=[image])), seeing=seeing)
     content = str(output.messages[2]["content"])
     assert content.startswith("Error: ") and said in content and output.images == []
     assert output.metrics["tool_errors"] == 1
-
-
-def test_room_counts_every_token_of_an_image(play, processor):
-    """The tool's turn fits with one token for the image, but not with all 16 of them."""
-    text = len(ids_of(processor, CALL + "<|im_end|>" + tool_turn(SEEN)))
-    for room, n_images, n_turns in (15, 0, 1), (16, 1, 2):
-        tool = show(ToolResponse(images=[picture(1, 112, 112)]))
-        limit = text + room
-        output, engine = play(row_with(), CALL, "red", tool=tool, max_response_tokens=limit)
-        assert output.stop_reason == "length"
-        assert (len(output.images), len(engine.prompts)) == (n_images, n_turns)
 
 
 def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(processor):
@@ -358,36 +345,21 @@ def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(process
 # ---------------------------------------------------------------- rows
 
 
-def load_one(row: dict) -> dict:
-    return data.load_rows(SimpleNamespace(load=lambda split: [row]), "train")[0]
-
-
 def check_one(row: dict, args, processor, **more) -> list[dict]:
-    task = SimpleNamespace()
-    args = replace(args, **more)
-    return data.filter_overlong([load_one(row)], processor.tokenizer, task, args, processor)
-
-
-def test_both_forms_of_a_placeholder():
-    a, b = ({"type": "text", "text": text} for text in "ab")
-    parts = [a, {"type": "image"}, {"type": "image"}, b]
-    with_none = [{**part, "extra": None} for part in parts]  # as parquet fills them in
-    for content in ("a<image><image>b", with_none):
-        row = load_one({"prompt": user(content), "images": [picture(1, 56, 56)] * 2})
-        assert row["prompt"] == user(parts)
-    asked = user("what is <image>?")
-    assert load_one({"prompt": asked, "images": None})["prompt"] == asked
+    return rows_of(replace(args, **more), processor, SimpleNamespace(load=lambda split: [row]))
 
 
 def test_images_in_each_form_that_data_sets_have(args, processor, tmp_path):
-    """The members of a group share one object: its pixels are computed, and sent, once."""
+    """And placeholders in both. The members of a group share one object, computed once."""
     image = picture(1, 84, 56)
     path = tmp_path / "a.png"
     image.save(path)
     raw = path.read_bytes()
     in_file = {"bytes": None, "path": str(path)}
     for form in (image.convert("RGBA"), str(path), raw, {"bytes": raw, "path": None}, in_file):
-        [row] = check_one({"prompt": user("<image>"), "images": [form]}, args, processor)
+        content = "<image>a" if form is raw else [{"type": "image"}, {"type": "text", "text": "a"}]
+        [row] = check_one({"prompt": user(content), "images": [form]}, args, processor)
+        assert row["prompt"] == user([{"type": "image"}, {"type": "text", "text": "a"}])
         loop = SingleTurnLoop(None, processor.tokenizer, processor, None, args)
         first, second = (loop.start(row).images[0] for _ in range(2))
         assert first is second and first.tobytes() == image.tobytes()
@@ -421,24 +393,6 @@ def test_max_prompt_tokens_counts_every_token_of_an_image(args, processor):
         check_one(row, args, processor, max_prompt_tokens=length - 1)
 
 
-def test_the_examples_rewards(play, args, processor):
-    rows, val = (data.load_rows(vision, split) for split in ("train", "val"))
-    asked = {(row["images"][0].tobytes(), row["extra_info"]["cell"]) for row in rows + val}
-    assert (len(rows), len(val), len(asked)) == (960, 64, 1024)
-    row = rows[0]
-    cell = row["extra_info"]["cell"]
-    truth = row["reward_model"]["ground_truth"]
-    call = '<tool_call>\n{"name": "zoom", "arguments": {"cell": %s}}\n</tool_call>'
-    zoom = vision.TOOLS[0]
-    output, _ = play(row, call % cell, call % 5, f"<answer>{truth}</answer>", tool=zoom)
-    answers = [m["content"] for m in output.messages if m["role"] == "tool"]
-    assert answers == [[{"type": "image"}], "Error: cell must be 1, 2, 3 or 4"]
-    assert output.images[1].getpixel((0, 0)) == vision.COLOURS[truth]
-    assert vision.reward(output, row) == 1.0
-    output, _ = play(row, "<answer>grey</answer>", tool=zoom)
-    assert vision.reward(output, row) == 0.0
-
-
 def test_train_with_images(cache, tmp_path):
     """Two ranks with a critic and a KL; one of them is sometimes without an image."""
     folder = tmp_path / "run"
@@ -459,10 +413,3 @@ def test_train_with_images(cache, tmp_path):
         assert row["rollout/failed_agent_loop"] == 0 and row["rollout/trajectories"] == 8
     assert any(rollout["images"] for rollout in rollouts_of(folder, 2))
     assert load_processor(train.Args(model=str(folder / "final"))).chat_template
-
-
-@pytest.mark.parametrize("image_token_id, shared", [(7, 3), (-1, 0)])
-def test_rows_share_no_prefix_where_their_placeholders_are_unknown(image_token_id, shared):
-    rows = [output_of([1], [1, 7, 7], [token], images=[IMAGE]) for token in (2, 3)]
-    batch = data.collate(rows, image_token_id)
-    assert data.in_prefix_order(batch, [0, 1]).shared == [0, shared]

@@ -79,7 +79,7 @@ def test_calls_and_what_becomes_of_a_session(tools, background):
     No call is sent twice."""
     assert list(tools) == ["add", "count_and_pid", "env_or_header", "mixed"]
     function = tools["add"].schema["function"]
-    assert (function["name"], function["description"]) == ("add", "Adds two numbers.")
+    assert function["description"] == "Adds two numbers."
     assert function["parameters"]["properties"]["a"]["type"] == "integer"
 
     async def calls():
@@ -93,8 +93,6 @@ def test_calls_and_what_becomes_of_a_session(tools, background):
         await asyncio.wait([hanging])
         assert hanging.cancelled()
         assert await tools["count_and_pid"].execute("r", {}) == told
-        with pytest.raises(RuntimeError, match="validation error"):
-            await tools["add"].execute("r", {"a": "x"})
         os.kill(int(told.split()[1]), signal.SIGKILL)
         for _ in range(2):
             with pytest.raises(MCPError):

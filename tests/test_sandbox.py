@@ -53,9 +53,6 @@ def programs() -> list[psutil.Process]:
     return [process for process in children if "main.py" in process.cmdline()]
 
 
-FORKS = "import os, time\nfor i in range(50):\n    print(i)\n    os.fork() or time.sleep(60)"
-
-
 @pytest.mark.parametrize("code, expected", [
     ("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)",
      Result("out\n", "err\n", False, 3)),
@@ -68,50 +65,53 @@ FORKS = "import os, time\nfor i in range(50):\n    print(i)\n    os.fork() or ti
      Result("so far\n", "MemoryError\n", False, 1)),
     ("file = open('big', 'wb', buffering=0)\nfor i in range(99): file.write(bytes(1 << 20))",
      Result("", "File too large\n", False, 1)),
-    ("while True: print('flood')", Result(None, "File too large\n", False, 120)),
-    (FORKS, Result(None, "Resource temporarily unavailable\n", False, 1)),
+    ("while True: print('x' * 1000, end='')",
+     Result("x" * 5000 + "\n...\n" + "x" * 5000, "File too large\n", False, 120)),
 ])  # fmt: skip
 def test_what_a_program_gets_and_its_limits(isolated, code, expected):
-    if code is FORKS and not isolated:
-        pytest.skip("counts other processes, too")
     result = run(code)
     assert result.stderr.endswith(expected.stderr)
     result.stderr = expected.stderr
-    if expected.stdout is None:
-        assert 0 < len(result.stdout) < sandbox.MAX_OUTPUT + 10
-        expected.stdout = result.stdout
     assert result == expected
 
 
-def test_an_isolated_program_sees_neither_files_nor_network_and_writes_nothing(monkeypatch, folder):
+def test_what_an_isolated_program_cannot_do(monkeypatch, folder):
+    """Read our files, write outside its folder, reach us, see us, be root, fork without end."""
     isolate(monkeypatch)
     secret = folder / "secret"
     secret.write_text("hunter2")
     with socket.create_server(("127.0.0.1", 0)) as server:
         result = run(f"""
-            import os, socket
+            import os, socket, time
             for path in {str(secret)!r}, "/etc/passwd", {__file__!r}, "/usr/x", "/x", "/dev/shm/x":
                 try:
                     open(path, "w" if path.endswith("x") else "r")
                 except OSError as error:
                     print(error.strerror)
-            print(os.getuid() == 0, [pid for pid in os.listdir("/proc") if pid.isdigit()][0])
-            socket.create_connection({server.getsockname()})
+            try:
+                socket.create_connection({server.getsockname()})
+            except OSError as error:
+                print(error.strerror)
+            print(os.getuid() == 0, sum(pid.isdigit() for pid in os.listdir("/proc")) < 5)
+            for i in range({sandbox.MAX_PROCESSES} + 2):
+                os.fork() or time.sleep(60)
         """)
     secret.unlink()
-    lines = result.stdout.splitlines()
-    assert lines[:3] == ["No such file or directory"] * 3
-    assert lines[3:6] == ["Read-only file system"] * 3
-    assert lines[6] == "False 1" and "ConnectionRefusedError" in result.stderr
+    assert result.stdout.splitlines() == [
+        *["No such file or directory"] * 3,
+        *["Read-only file system"] * 3,
+        "Connection refused",
+        "False True",
+    ]
+    assert result.stderr.endswith("Resource temporarily unavailable\n")
 
 
 CHILDREN = """
 import os, time
 print("so far", flush=True)
-for session in (False, True):
+for session in (False, {new_session}):
     if os.fork() == 0:
-        if session and {new_session}:
-            os.setsid()
+        session and os.setsid()
         time.sleep(3600)
 """
 
@@ -119,24 +119,23 @@ for session in (False, True):
 @pytest.mark.parametrize("end, seconds, code", [
     ("os._exit(7)", HANGS, 7),
     ("time.sleep(3600)", 1.0, 128 + 9),
+    ("time.sleep(3600)", HANGS, None),  # cancelled
 ])  # fmt: skip
-def test_children_do_not_outlive_the_program_or_its_deadline(isolated, end, seconds, code):
-    result = run(CHILDREN.format(new_session=isolated) + end, seconds)
-    assert result == Result("so far\n", "", code != 7, code)
-    wait_for(lambda: programs() == [])
-
-
-def test_cancellation_kills(isolated):
-    async def cancelled():
-        code = CHILDREN.format(new_session=isolated) + "time.sleep(3600)"
-        running = asyncio.create_task(run_python(code, HANGS))
-        while len(programs()) < 3:
-            await asyncio.sleep(0.05)
-        running.cancel()
+def test_children_do_not_outlive_the_call(isolated, end, seconds, code):
+    async def call():
+        program = CHILDREN.format(new_session=isolated) + end
+        running = asyncio.create_task(run_python(program, seconds))
+        if code is None:
+            while len(programs()) < 3:
+                await asyncio.sleep(0.05)
+            running.cancel()
         await asyncio.wait([running])
-        assert running.cancelled()
+        return running
 
-    asyncio.run(cancelled())
+    ended = asyncio.run(call())
+    assert ended.cancelled() == (code is None)
+    if code:
+        assert ended.result() == Result("so far\n", "", code != 7, code)
     wait_for(lambda: programs() == [])
 
 
@@ -167,22 +166,18 @@ def test_without_bubblewrap_a_task_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("code, text, failed", [
-    ("```python\nprint(2 ** 10)\n```", "1024", 0),
-    ("print(2 ** 10O)", "SyntaxError: invalid decimal literal", 1),
-    ("import os; os._exit(3)", "Error: the program ended with code 3", 1),
-    ("x = 1", "(nothing printed)", 0),
+    ("```python\nprint(2 ** 10)\n```", "1024", False),
+    ("print(2 ** 10O)", "SyntaxError: invalid decimal literal", True),
+    ("import os; os._exit(3)", "Error: the program ended with code 3", True),
+    ("x = 1", "(nothing printed)", False),
+    ("print(1, flush=True)\nwhile True: pass", "1\nError: the program took longer than 1 seconds",
+     False),
 ])  # fmt: skip
-def test_retool_tells_what_a_program_printed_and_how_it_failed(code, text, failed):
+def test_retool_tells_what_a_program_printed_and_how_it_failed(code, text, failed, monkeypatch):
+    monkeypatch.setattr(retool, "SECONDS", 1.0)
     response = asyncio.run(retool.code_interpreter(code))
     assert response.text.endswith(text)
-    assert response.metrics == {"failed": failed, "timeouts": False}
-
-
-def test_retool_tells_of_the_deadline(monkeypatch):
-    monkeypatch.setattr(retool, "SECONDS", 0.5)
-    response = asyncio.run(retool.code_interpreter("print(1, flush=True)\nwhile True: pass"))
-    assert response.text == "1\nError: the program took longer than 0.5 seconds"
-    assert response.metrics == {"failed": False, "timeouts": True}
+    assert response.metrics == {"failed": failed, "timeouts": "longer" in text}
 
 
 @pytest.mark.parametrize("text, truth, reward", [
@@ -190,7 +185,6 @@ def test_retool_tells_of_the_deadline(monkeypatch):
     ("We add.\nAnswer: $\\boxed{34}$.", "34", 1.0),
     ("<answer>34</answer><answer>35</answer>", "34", 0.0),
     ("<answer></answer>", "", 0.0),
-    ("34", "34", 0.0),
 ])  # fmt: skip
 def test_retool_reward(text, truth, reward):
     row = {"reward_model": {"ground_truth": truth}}
