@@ -62,13 +62,13 @@ def write_records(figure: Path, records: dict[str, dict]) -> None:
     entries = {SHARED: shared} if shared else {}
     for run, record in records.items():
         entries[run] = {key: x for key, x in record.items() if key not in shared}
-    write_entries(figure / "record.json", entries)
-
-
-def write_entries(file: Path, entries: dict) -> None:
-    """Writes a JSON object, an entry a line."""
     lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items()]
-    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    (figure / "record.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def write_lines(file: Path, lines: list[dict]) -> None:
+    """Writes a file of JSON lines."""
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def as_columns(rows: list[dict]) -> dict[str, list | dict]:
@@ -118,7 +118,7 @@ def main(name: str, command: list[str], results: Path = RESULTS) -> None:
     write_records(folder, known | {run: record})
     metrics = folder / "metrics.jsonl"
     others = [line for line in read_lines(metrics) if line["run"] != run]
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in others + lines))
+    write_lines(metrics, others + lines)
 
 
 if __name__ == "__main__":
