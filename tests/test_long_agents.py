@@ -47,7 +47,6 @@ FIRST = [OPENING, *ASKED_NOTES, NOTES + END]
 # name -> lines of the engine, settings, prompt and parts of each output, stop reason, compactions
 COMPACTIONS = {
     "at so many tokens": ([SUM, NOTES, ANSWER], {}, [FIRST, [after(NOTES), DONE]], "stop", 1),
-    "not below": ([SUM, ANSWER], {"compact_at": 25}, [[OPENING, *CALLS, DONE]], "stop", 0),
     "twice": (
         [SUM, NOTES, SUM, "Two.", ANSWER], {},
         [FIRST, [after(NOTES), *ASKED_NOTES, "Two." + END], [after("Two."), DONE]], "stop", 2,
@@ -60,7 +59,6 @@ COMPACTIONS = {
         [SUM, NOTES], {"max_response_tokens": 30},
         [[OPENING, *ASKED_NOTES, NOTES[:6]]], "length", 0,
     ),
-    "no room for notes": ([SUM], {"max_response_tokens": 24}, [[OPENING, SUM + END]], "length", 0),
     "not before the last turn": (
         [SUM, ANSWER], {"max_assistant_turns": 2}, [[OPENING, *CALLS, DONE]], "stop", 0,
     ),

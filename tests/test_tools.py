@@ -33,11 +33,12 @@ def documented(function):
 def taking(hint, answer=repr):
     """Returns a function with an argument x of this type, which returns answer(x)."""
 
+    @documented
     def show(x):
         return answer(x)
 
     show.__annotations__ = {"x": hint}
-    return documented(show)
+    return show
 
 
 def read(function, **arguments) -> str:
