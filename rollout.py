@@ -29,6 +29,7 @@ import math
 import sys
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
@@ -57,7 +58,6 @@ from flatrl.bad_input import (
     BadReward,
     NothingLeft,
     check_ids,
-    describe_error,
     need,
     refusing,
 )
@@ -74,8 +74,8 @@ from flatrl.processes import (
     memory,
 )
 from flatrl.rows import copy_containers
-from flatrl.signals import refusing_signals
-from flatrl.terminal import Bar, shown
+from flatrl.signals import refuse_alarms
+from flatrl.terminal import Bar
 from flatrl.units import rollout_of
 from flatrl.vision import check_images
 from flatrl.vllm_engine import (
@@ -126,7 +126,6 @@ class Engine:
     With --tp every rank has an Engine. `generate` and `step` are called on the leader; the
     other ranks of the team call `follow` meanwhile."""
 
-    @shown("starting the engine")
     def __init__(
         self,
         model: str,
@@ -500,7 +499,7 @@ class Rollouts:
         sampled    without greedy, demonstration     what the policy did
         trained    without greedy, filtered          what the update learns from
         compared   without all three                 those whose rewards give advantages
-    errors: a dict for each rollout that failed, with its `describe_error`.
+    errors: a dict for each rollout that failed, with its traceback.
     statistics: sums over the engines: "tokens" sampled, "prompt_tokens" of all calls, and
     "cached_tokens" among those."""
 
@@ -552,7 +551,7 @@ class Rollouts:
         if not condition:
             first = self.errors[0]["error"] if self.errors else "none was raised"
             raise NothingLeft(
-                f"{problem}: {dict(self.lost)}; the first error: {first.splitlines()[0]}"
+                f"{problem}: {dict(self.lost)}; the first error: {first.splitlines()[-1]}"
             )
 
     def metrics(self, engine: Engine | None) -> dict:
@@ -779,8 +778,8 @@ def print_tool_exceptions(loop: AgentLoopBase):
     for name, error in loop.tool_exceptions.items():
         if name not in PRINTED_TOOLS:
             PRINTED_TOOLS.add(name)
-            what = describe_error(error).splitlines()[0]
-            print(f"\nthe tool {name!r} raised its first exception: {what}", file=sys.stderr)
+            print(f"\nthe tool {name!r} raised its first exception:", file=sys.stderr)
+            traceback.print_exception(error)
 
 
 def complete_output(
@@ -829,8 +828,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
       - if a reward is not finite, or a turn's reward is at no token,
       - if an earlier output of a unit has another reward, which would be ignored,
       - if a unit is in two groups,
-    BadReward if a reward is no number at all, and RuntimeError if the task's function uses signals
-    (flatrl/signals.py)."""
+    and BadReward if a reward is no number at all, or if the task's function uses an alarm."""
     units = defaultdict(list)
     for output in outputs:
         units[output.unit].append(output)
@@ -850,8 +848,8 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
                 )
         reward = last.reward
         if reward is None:
-            with refusing_signals():
-                reward = await call(task.reward, last, row)
+            reward = await call(task.reward, last, row)
+            refuse_alarms()
         reward = _checked_reward(reward, row)
         for output in outputs_of_unit:
             output.reward = reward
@@ -1098,10 +1096,6 @@ class Pool:
 
     async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> Grade:
         """Returns the rewards of a rollout, or the failure if `grade_rollout` raised."""
-        # An error that no line of the user's code raised is blamed on the task's reward function,
-        # unless the loop has set the reward.
-        task_computes = all(output.reward is None for output in outputs)
-        function = self.context.task.reward if task_computes else None
         try:
             row = copy_containers(self.row_of(member.prompt))
             await grade_rollout(self.context, outputs, row)
@@ -1109,7 +1103,7 @@ class Pool:
             if self.future.cancelled():
                 raise
             kind = "no_reward" if isinstance(error, BadReward) else "failed_reward"
-            return Grade(error=self._failure(kind, member, error, function))
+            return Grade(error=self._failure(kind, member, error))
         fields = [{name: getattr(output, name) for name in REWARD_FIELDS} for output in outputs]
         return Grade(fields)
 
@@ -1128,13 +1122,9 @@ class Pool:
         values = units.outcomes if units.outcomes.any() else units.task_rewards
         return not data.groups_with_signal(units, values)
 
-    def _failure(
-        self, kind: str, member: Member, error: BaseException, function: Callable | None = None
-    ) -> dict:
-        """Returns an exception as an entry of Rollouts.errors (see `describe_error`).
-
-        Prints the first of a kind."""
-        error = describe_error(error, function)
+    def _failure(self, kind: str, member: Member, error: BaseException) -> dict:
+        """Returns an exception as an entry of Rollouts.errors. Prints the first of a kind."""
+        error = "".join(traceback.format_exception(error))
         if kind not in self.printed:
             self.printed.add(kind)
             where = f"{self.title}, prompt {member.prompt}, sample {member.sample}"
@@ -1342,7 +1332,6 @@ def _with_rewards(outputs: list[AgentLoopOutput], grades: dict) -> list[AgentLoo
     return graded
 
 
-@shown("waiting for rewards")
 def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
     """Waits for the graders of all ranks, and writes the rewards to the outputs.
 
@@ -1361,7 +1350,8 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
     rollouts.sort()
     for error in rollouts.errors:  # in the same order on all ranks
         if error["kind"] == "no_reward":
-            raise BadReward(error["error"].splitlines()[0])
+            last_line = error["error"].splitlines()[-1]
+            raise BadReward(last_line.partition(": ")[2])
     rollouts.require(rollouts.trained, "no rollout has a reward")
 
 

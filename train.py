@@ -40,9 +40,9 @@ from flatrl.devices import offload, start_processes, wrap
 from flatrl.log import Listener, Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean, means
 from flatrl.processes import (
-    Background, Stop, Stopped, all_sum, on_main, raise_if_stopped, run_as_script)
+    Background, Stop, Stopped, all_gather, all_sum, on_main, raise_if_stopped, run_as_script)
 from flatrl.rows import hash_of_rows
-from flatrl.terminal import Bar, quiet_libraries, shown
+from flatrl.terminal import Bar, quiet_libraries
 from flatrl.vision import Vision
 from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_model
 from losses import BT, LossAndStats, N
@@ -138,7 +138,6 @@ def collect_rollouts(run: "Run", step: int) -> Rollouts:
     return rollouts
 
 
-@shown("weights to the engine")
 def sync(engine: Engine, policy: "Policy", version: int) -> float:
     """Wakes a sleeping engine and loads the policy's weights. Returns the seconds that it took."""
     started = time.perf_counter()
@@ -623,7 +622,6 @@ class Net(nn.Module):
 
     score: str
 
-    @shown("loading the model")
     def __init__(self, auto_class: str, args: Args, vision, is_packed: bool):
         super().__init__()
         self.vision = vision
@@ -844,7 +842,7 @@ def setup(args: Args) -> Run:
     training_rows = on_main(hash_of_rows, rows["train"], args.seed)
     changed = on_main(checkpoints.check_changes, args, training_rows, state)
 
-    stop = Stop()
+    stop = Stop(store)
     log = SilentLog()
     if accelerator.is_main_process:
         log = Log(args, tokenizer, state.get("step", 0), training_rows)
@@ -975,6 +973,7 @@ def finish(run: Run):
     args = run.args
     say = run.log.say
     put_to_sleep(run)
+    is_stopped = run.stop.requested
     if not args.rollout_only:
         checkpoints.save_checkpoint(run)
     final = run.folder / "final"
@@ -988,7 +987,7 @@ def finish(run: Run):
         which = "best" if run.rows["val"] else "latest"
         say(f"the trained policy is in {final}, the {which} saved checkpoint is {best}")
     close(run)
-    if run.stop.requested:  # all is saved, but a run that was stopped must not return 0
+    if is_stopped:  # all is saved, but a run that was stopped must not return 0
         raise Stopped
 
 
@@ -998,7 +997,7 @@ def close(run: Run):
         run.pool.end()
     run.log.close()
     run.background.close()
-    run.stop.wait_for_other_ranks()
+    all_gather(None)  # waits for the other ranks: closing an engine ends the process group
     if run.engine:
         offload(run, "cpu")  # frees the device: closing maps the engine's memory once more
         run.engine.close()

@@ -1,11 +1,10 @@
 """Checks of the user's input, with one line that tells what to change."""
 
 import contextlib
-import inspect
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 OURS = {"agent_loop", "data", "flatrl", "losses", "rollout", "train"}  # modules
@@ -41,9 +40,7 @@ def refusing(problem: str, file: str = "") -> Iterator[None]:
     except (BadInput, KeyboardInterrupt):
         raise
     except BaseException as error:
-        places = list(traceback.extract_tb(error.__traceback__))
-        if isinstance(error, SyntaxError):  # its line was not run, so it has no frame
-            places.append(error)
+        places = traceback.extract_tb(error.__traceback__)
         lines = [place.lineno for place in places if place.filename == file]
         if lines:
             problem += f", line {lines[-1]}"
@@ -52,46 +49,14 @@ def refusing(problem: str, file: str = "") -> Iterator[None]:
 
 def reason(error: BaseException) -> str:
     """Returns an exception's type and message in one line; of BadInput the message alone."""
-    if isinstance(error, BadInput):
-        return " ".join(str(error).split())
-    return " ".join(traceback.format_exception_only(error)[-1].split())[:400]
+    kind = "" if isinstance(error, BadInput) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())[:400]
 
 
 def is_installed(file: str | Path) -> bool:
     """Returns whether a file is part of Python or of an installed package."""
     path = Path(file)
     return path.is_relative_to(Path(os.__file__).parent) or bool(INSTALLED & {*path.parts})
-
-
-def place_of(function: Callable) -> str:
-    """Returns the file and line at which a function begins, or its name if it has no code."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}, line {code.co_firstlineno}" if code else repr(function)
-
-
-def describe_error(error: BaseException, function: Callable | None = None) -> str:
-    """Returns an exception as a line with file, line and error, then the user's frames.
-
-    The line is the user's innermost one. If the exception was not raised in the user's code, it is
-    that of `function`, the user's that is to blame; without one it is ours."""
-    places = [*traceback.walk_tb(error.__traceback__)]
-    while isinstance(error, BaseExceptionGroup):  # of an asyncio.TaskGroup
-        error = error.exceptions[0]
-        places += traceback.walk_tb(error.__traceback__)
-    frames = []
-    of_user = []
-    for frame, line in places:
-        file = frame.f_code.co_filename
-        if not is_installed(file) and not file.startswith("<"):  # "<string>" is that of eval
-            frames.append((frame, line))
-            if frame.f_globals.get("__name__", "").partition(".")[0] not in OURS:
-                of_user.append((frame, line))
-    frame, line = (of_user or frames)[-1]
-    place = f"{frame.f_code.co_filename}, line {line}"
-    if function and not of_user:
-        place = place_of(function)
-    head = f"{place}: {reason(error)}\n"
-    return "".join([head, *traceback.StackSummary.extract(of_user).format()])
 
 
 def check_types(values: dict, types: dict, name: str, none_is_fine: bool = True):

@@ -20,7 +20,6 @@ from flatrl.bad_input import BadInput, need, pickled_state, refusing
 from flatrl.files import logged
 from flatrl.models import whole, whole_weights
 from flatrl.processes import on_main
-from flatrl.terminal import shown
 
 STATE_FILE = "estimator.pkl"  # in a checkpoint: the estimator's state, if it has any
 
@@ -108,7 +107,6 @@ def training_state(run, saved: Sequence[str] = ()) -> dict:
     return state
 
 
-@shown("saving a checkpoint")
 def save_checkpoint(run):
     """Saves the training state after run.done steps, unless it is saved already.
 
@@ -221,7 +219,6 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
 # ---------------------------------------------------------------- the trained policy
 
 
-@shown("saving the policy")
 def save_policy(run, folder: Path):
     """Writes the policy in Hugging Face format, with its tokenizer or processor.
 

@@ -1,79 +1,42 @@
-"""Names rewards that use signals, which work in the main thread only.
+"""Refuses alarms outside the main thread, where they can't work and where tools and rewards run.
 
-Graders limit their time with `signal.alarm`. In a thread that raises, and many take the error for a
-wrong answer: then every reward is 0. Importing this module replaces three functions of `signal`,
-and ThreadPoolExecutor.submit."""
+math_verify and others limit their time by SIGALRM. In a thread that is an error, which they take
+for a wrong answer, and then every reward is 0. Importing this module replaces three functions of
+`signal`."""
 
-import contextlib
 import signal
-import sys
 import threading
-import warnings
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar, copy_context
-from functools import partial, wraps
 
-# The places at which the reward that is being computed has called them.
-_CALLS = ContextVar("calls", default=None)
+from flatrl.bad_input import BadReward
 
-
-def _watched(function):
-    """Returns a function of `signal` that notes where it is called outside the main thread."""
-
-    @wraps(function)
-    def watched(*args, **kwargs):
-        if threading.current_thread() is threading.main_thread():
-            return function(*args, **kwargs)
-        name = f"signal.{function.__name__}"
-        calls = _CALLS.get()
-        if calls is None:  # of a tool, or of a threading.Thread that the user's code started
-            warnings.warn(f"{name} fails here, because this is not the main thread", stacklevel=2)
-        else:
-            caller = sys._getframe(1)
-            calls.append(f"{name} in {caller.f_code.co_filename}, line {caller.f_lineno}")
-        # Python would let any thread set an alarm, which ends the process.
-        raise ValueError("signal only works in main thread of the main interpreter")
-
-    return watched
+REMEDY = (
+    "a reward or a tool uses signal.alarm, which works in the main thread only, and they run in "
+    "others. Turn that time limit off (math_verify: parsing_timeout=None and "
+    "timeout_seconds=None), or grade in a process of its own"
+)
+REFUSED = threading.Event()  # an alarm was refused in this process
 
 
-for _name in ("signal", "alarm", "setitimer"):
-    setattr(signal, _name, _watched(getattr(signal, _name)))
+def refuse_alarms():
+    """Raises BadReward if an alarm was refused, because graders may hide the error."""
+    if REFUSED.is_set():
+        raise BadReward(REMEDY)
 
 
-_submit = ThreadPoolExecutor.submit
+def _in_main_thread(function):
+    """Returns a function of `signal` that raises BadReward for an alarm of another thread."""
+
+    def checked(number, *arguments):
+        is_alarm = function is not SIGNAL or number == signal.SIGALRM
+        if is_alarm and threading.current_thread() is not threading.main_thread():
+            REFUSED.set()
+            raise BadReward(REMEDY)
+        return function(number, *arguments)
+
+    return checked
 
 
-@wraps(_submit)
-def _submit_in_context(pool, function, /, *args, **kwargs):
-    if _CALLS.get() is not None:  # a reward's own pool: its thread must know the reward
-        function = partial(copy_context().run, function)
-    return _submit(pool, function, *args, **kwargs)
-
-
-ThreadPoolExecutor.submit = _submit_in_context
-
-
-@contextlib.contextmanager
-def refusing_signals() -> Iterator[None]:
-    """Raises RuntimeError at the end of its block if that used signals outside the main thread.
-
-    A threading.Thread that the block starts is not seen, as a pool's is; there is a warning."""
-    calls = []
-    token = _CALLS.set(calls)
-    error = None
-    try:
-        yield
-    except Exception as raised:
-        if not calls:
-            raise
-        error = raised
-    finally:
-        _CALLS.reset(token)
-    if calls:
-        raise RuntimeError(
-            f"the reward calls {calls[0]}: signals work in the main thread only, and rewards run "
-            "in threads. Turn that time limit off (math_verify: parsing_timeout=None and "
-            "timeout_seconds=None), or grade in a process of its own"
-        ) from error
+SIGNAL = signal.signal
+signal.signal = _in_main_thread(SIGNAL)
+signal.alarm = _in_main_thread(signal.alarm)
+signal.setitimer = _in_main_thread(signal.setitimer)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from flatrl.bad_input import need, refusing
 from flatrl.models import HEAD
-from flatrl.terminal import shown
 
 # Keys that the flags with a JSON object may not have: arguments of vllm.LLM that colocation and
 # exact logprobs depend on, or that sleep loses (draft models); arguments of apply_chat_template;
@@ -153,7 +152,6 @@ def _allocator_settings():
     return ",".join(os.environ.get(name, "") for name in names)
 
 
-@shown("asking vLLM about the model")
 def check_model(args, device: torch.device):
     """Raises BadInput if vLLM can't generate text with the model, engine and sampling arguments.
 

@@ -2,88 +2,82 @@
 
 import asyncio
 import json
+import subprocess
 import sys
 
 import pytest
 import torch.distributed as dist
-from conftest import HANGS, run
+from conftest import HANGS, REPO
 
-from agent_loop import BadInput
 from flatrl import processes
+from flatrl.bad_input import BadInput
 
-# Each case is a process forked from one that has imported everything.
+# Each case is a process that is forked from this one.
 CASES = """
-import concurrent.futures, json, multiprocessing, os, signal, sys, threading, time
+import json, multiprocessing, os, signal, sys, threading, time
 sys.path.insert(0, os.getcwd())
 import torch
 import torch.distributed as dist
-from agent_loop import BadInput
 from flatrl import processes
+from flatrl.bad_input import BadInput
 
 processes.LEFT_BEHIND_S = 1
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # as prepare_process leaves it
 
 def raises(error):
     raise error
-
-def pool():
-    concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 1000)
 
 def waits(ready):
     ready.set()
     time.sleep(1000)
 
-def grader():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    stop = processes.Stop()
+def ended_by_its_parent():
+    stop = processes.Stop(dist.HashStore())
     fork = multiprocessing.get_context("fork")
     ready = fork.Event()
-    process = fork.Process(target=waits, args=[ready])
-    process.start()
+    child = fork.Process(target=waits, args=[ready])
+    child.start()
     ready.wait()
-    process.terminate()
-    process.join()
-    assert process.exitcode == -signal.SIGTERM and not stop.requested
+    child.terminate()
+    child.join()
+    assert child.exitcode == -signal.SIGTERM and not stop.requested
+
+def signalled():
+    store = dist.HashStore()
+    other, this = processes.Stop(store), processes.Stop(store)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+        assert not other.requested
+        signal.raise_signal(number)
+    assert this.requested and other.requested
+    raise processes.Stopped
 
 cases = {
-    "grader": grader,
-    "end": lambda: 5,
-    "pool": pool,
-    "thread": lambda: threading.Thread(target=time.sleep, args=[1000]).start(),
-    "stopped": lambda: raises(processes.Stopped()),
-    "Ctrl-C": lambda: signal.raise_signal(signal.SIGINT),
+    "end": lambda: threading.Thread(target=time.sleep, args=[1000]).start(),
+    "child": ended_by_its_parent,
+    "signalled": signalled,
     "input": lambda: raises(BadInput("no")),
-    "launched": lambda: (os.environ.update(TORCHELASTIC_RUN_ID="x"), raises(BadInput("yes"))),
-    "error": lambda: (pool(), 1 / 0),
+    "error": lambda: 1 / 0,
     "memory": lambda: raises(torch.OutOfMemoryError("CUDA out of memory")),
 }
 codes = {}
 for name, case in cases.items():
     if os.fork() == 0:
         processes.run_as_script(lambda args: case(), lambda: "args")
-        os._exit(99)
+        sys.exit()
     codes[name] = os.waitstatus_to_exitcode(os.wait()[1])
 print(json.dumps(codes))
 """
 
 
-def test_exit_codes(cache, tmp_path):
-    """Only a run that came to its end returns 0. It ends, whatever threads are left.
-
-    A process that a grader forked ends by its parent's SIGTERM."""
-    script = tmp_path / "cases.py"
-    script.write_text(CASES)
-    printed = run(script=str(script), cache=cache)
-    codes = json.loads(printed.splitlines()[-1])
-    ended = {"grader": 0, "end": 0, "pool": 0, "thread": 0}
-    failed = {"stopped": 130, "Ctrl-C": 130, "input": 2, "launched": 2, "error": 1, "memory": 1}
-    assert codes == ended | failed, printed
-    assert printed.count("out of GPU memory (see") == printed.count("Error: CUDA out of") == 1
-    assert "train.py: error: no" in printed
-    assert "train.py: error: yes\n(a traceback of the launcher may follow" in printed
-    assert printed.count("of the launcher") == 1
-    # Of Ctrl-C before the run began; a run says itself where it stopped.
-    assert printed.count("train.py: stopped") == 1
+def test_exit_codes():
+    """Only a run that came to its end returns 0. It ends, whatever threads are left."""
+    command = [sys.executable, "-c", CASES]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
+    codes = {"end": 0, "child": 0, "signalled": 130, "input": 2, "error": 1, "memory": 1}
+    assert json.loads(done.stdout) == codes, done.stderr
+    assert "train.py: error: no\n" in done.stderr
+    assert done.stderr.count("out of GPU memory (see") == 1
+    assert done.stderr.count("stopping: the run saves") == 1
+    assert done.stderr.count("Traceback") == 2
 
 
 def test_sys_exit_in_a_task_does_not_end_the_loop():
@@ -96,7 +90,6 @@ def test_sys_exit_in_a_task_does_not_end_the_loop():
 @pytest.mark.parametrize("error, message", [
     (OSError(28, "No space left"), "[Errno 28] No space left"),
     (BadInput("--lr is odd"), "--lr is odd"),
-    (TimeoutError(), "TimeoutError()"),
 ])  # fmt: skip
 def test_an_error_of_the_main_rank_is_bad_input_on_all(error, message, process_group, monkeypatch):
     def fails():

@@ -4,17 +4,15 @@ import itertools
 import json
 import statistics
 import sys
-from types import SimpleNamespace
 
 import pytest
 from conftest import output_of, rows_of
 
 import data
 from agent_loop import AgentLoopOutput
-from flatrl import checkpoints, terminal
+from flatrl import checkpoints
 from flatrl.log import Log
 from flatrl.metrics import describe_eval
-from flatrl.terminal import Bar
 from train import Args
 
 
@@ -58,8 +56,6 @@ def test_a_step_is_a_json_object_and_a_line_of_the_table(args, tmp_path, capsys)
 
 
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(args, tmp_path):
-    bar = Bar(range(3, 6), "steps")
-    assert (bar.n, bar.total) == (3, 6)
     log = Log(args, None, 0)
     rows = [{"step": step} for step in range(6)]
     for row in rows:
@@ -69,19 +65,6 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(args, tmp_path):
     assert rows_of(file) == rows[:4]
     resumed.metrics(rows[4])
     assert rows_of(file) == rows[:5]
-
-
-def test_a_long_phase_is_told_of_in_a_file(monkeypatch, capsys):
-    clock = iter([0, 59, 60, 100, 120])
-    now = SimpleNamespace(monotonic=lambda: next(clock))
-    monkeypatch.setattr(terminal, "time", now)
-    monkeypatch.setenv("RANK", "0")
-    bar = Bar(None, "evaluation at step 0", total=9, unit="prompt")
-    for n in (0, 3, 1, 0):
-        bar.update(n)
-    lines = capsys.readouterr().out.splitlines()
-    beginning = "evaluation at step 0: {} of 9 prompts after {} s"
-    assert lines == [beginning.format(3, 60), beginning.format(4, 120)]
 
 
 def test_rollouts_are_a_line_each(args, tmp_path):

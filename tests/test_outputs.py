@@ -96,8 +96,7 @@ def test_the_first_exception_of_a_tool_is_printed_with_its_line(tokenizer, monke
         context = Context(Growing(tokenizer, [turn, "ok"]), task, tokenizer, None, args)
         member = Member("train/0/0/0", prompt=0, sample=0, step=0, validate=False)
         asyncio.run(run_agent_loop(context, member, {"prompt": PROMPT}, {}))
-    lines = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert lines == [
-        f"the tool 'divide' raised its first exception: {__file__}, "
-        f"line {divide.__code__.co_firstlineno + 6}: ZeroDivisionError: division by zero"
-    ]
+    printed = capsys.readouterr().err
+    assert printed.count("the tool 'divide' raised its first exception:") == 1
+    assert f'"{__file__}", line {divide.__code__.co_firstlineno + 6}, in divide' in printed
+    assert printed.count("\nZeroDivisionError: division by zero") == 1

@@ -197,12 +197,12 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
 
     assert +rollouts.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 1}
     assert members_of_errors(rollouts) == [(1, 0), (1, 1), (2, 1)]
-    head, *frames = rollouts.errors[2]["error"].splitlines()
+    error = rollouts.errors[2]["error"]
     number = reward.__code__.co_firstlineno + 3
-    assert head == f"{__file__}, line {number}: ZeroDivisionError: the grader broke"
-    assert f'  File "{__file__}", line {number}, in reward' in frames
+    assert f'  File "{__file__}", line {number}, in reward' in error
+    assert error.endswith("ZeroDivisionError: the grader broke\n")
     shown = capfd.readouterr().err
-    assert f"failed_reward in step 4, prompt 2, sample 1: {head}\n" in shown
+    assert f"failed_reward in step 4, prompt 2, sample 1: {error}" in shown
     assert shown.count("KeyError: 'the agent loop broke'") == 1  # the first of a kind is shown
 
     for output in rollouts.outputs[:2]:
@@ -362,8 +362,7 @@ def test_a_reward_that_returns_no_number_ends_the_run(pool_of, engine, capfd, re
     run = pool_of(reward, make_rows("x", "x"), prompts_per_step=2, group_size=2)
     rollouts = run.pool.rollout(0)
     engine.sleep()
-    place = f"{__file__}, line {reward.__code__.co_firstlineno}"
-    said = f"{place}: reward returned {result!r} for the row with index 1: return a number (0 for"
+    said = f"reward returned {result!r} for the row with index 1: return a number (0 for"
     with pytest.raises(BadReward) as caught:
         wait_for_rewards(rollouts, run.background, run.stop)
     assert str(caught.value).startswith(said)
@@ -385,5 +384,3 @@ def test_a_reward_that_can_not_be_used_costs_its_trajectory(spoil, play):
     assert [(o.extra["prompt"], o.reward) for o in rollouts.outputs] == [(1, 0.25)]
     (failure,) = rollouts.errors
     assert (failure["kind"], failure["prompt"]) == ("failed_reward", 0)
-    # The check that fails is ours, and the line is that of the reward.
-    assert failure["error"].startswith(f"{__file__}, line {reward.__code__.co_firstlineno}: ")
