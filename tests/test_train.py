@@ -431,7 +431,7 @@ def test_sampling_parameters():
 
 
 @pytest.mark.parametrize("change, said", [
-    ({"task": "no/such.py"}, "--task no/such.py: no such file"),
+    ({"task": "no/such.py"}, "--task no/such.py: no such Python file"),
     ({"model": "no_such_org/no_such_model"}, "neither a model folder nor a model that can be"),
     ({"model": "runs/x/final"}, "runs/x/final: there is no such folder"),
     ({"max_response_tokens": 4000}, "greater than the derived max_model_len"),
