@@ -96,7 +96,7 @@ def test_a_run_by_accelerate_and_its_replay_without_an_engine(cache, tmp_path):
     # A vLLM that can't be imported: it is not needed.
     (tmp_path / "vllm.py").write_text("raise RuntimeError('vLLM was imported')")
     env = {"PYTHONPATH": tmp_path, "PYTHONIOENCODING": "latin-1"}
-    printed = run(*flags, again, "--replay", out, by="python", cache=cache, **env)
+    printed = run(*flags, "--output_dir", again, "--replay", out, by="python", cache=cache, **env)
     assert f"the trained policy is in {tmp_path}/again \\u2713/final" in printed
     for row, repeated in zip(metrics_of(out)[1:], metrics_of(again), strict=True):
         same = {name: x for name, x in row.items() if not name.startswith("eval/")}
