@@ -104,7 +104,8 @@ def write_picture(run: Path, target: Path) -> None:
         guesses += of_step
         steps += [step] * len(of_step)
     figure, (top, bottom) = plt.subplots(2, sharex=True, figsize=(7, 4.4), layout="constrained")
-    top.hist2d(steps, guesses, bins=(len(files), 15), cmap="Blues")
+    area = ((0.5, len(files) + 0.5), (0, 1))
+    top.hist2d(steps, guesses, bins=(len(files), 15), range=area, cmap="Blues")
     top.set_yticks((0, 0.5, 1), ("lowest", "middle", "highest"))
     top.set_title("where it guesses, in what is left")
     metrics = read_lines(run / "metrics.jsonl")
