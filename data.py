@@ -51,7 +51,14 @@ from flatrl.bad_input import need, refusing
 from flatrl.devices import to_device
 from flatrl.hints import told_outputs, told_prompt
 from flatrl.processes import on_main
-from flatrl.rows import as_text, check_demonstration, check_row, check_tokenizer, tool_schemas
+from flatrl.rows import (
+    as_text,
+    check_demonstration,
+    check_row,
+    check_tokenizer,
+    tool_schemas,
+    warn_of_media,
+)
 from flatrl.tables import Rows, prompt_order, read_files  # noqa: F401
 from flatrl.terminal import Bar
 from flatrl.units import Outputs, last_outputs, unit_of
@@ -166,6 +173,7 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
 
     def check_all() -> np.ndarray:
         lengths = [length_of(number, row) for number, row in enumerate(Bar(rows, "prompts"))]
+        warn_of_media(rows[0])
         check_tokenizer(tokenizer, chat_tokenizer, rows[0], task, args)
         if args.num_steps and args.imitation_steps != 0:  # None: demonstrations in all steps
             check_demonstration(rows, chat_tokenizer, args)

@@ -101,7 +101,7 @@ class Args(LoopArgs):
     model: str | None = flag(
         None, "name at the hub, or folder; default: the model that the task's build_model makes")
     train_files: list[str] | None = flag(
-        None, "parquet, jsonl or csv files, folders of datasets, or hub names NAME:SPLIT, in "
+        None, "parquet, jsonl or csv files, or datasets of the hub, NAME:SPLIT, in "
         "place of load('train')")
     val_files: list[str] | None = flag(None, "the same in place of load('val')")
     prompt_key: str = flag("prompt", "the rows' column that holds a chat or a question")

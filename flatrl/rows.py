@@ -111,6 +111,16 @@ def check_demonstration(rows: Iterable[dict], templates, args):
             template.turn_ids(turn)
 
 
+def warn_of_media(row: dict):
+    """Warns if a row without `images` has an image, a video or audio, unseen by the policy."""
+    media = [name for name in ("image", "video", "videos", "audio") if row.get(name)]
+    if media and not row.get("images"):
+        warnings.warn(
+            f"the policy does not see the column {media[0]!r}: --image_key names that with images",
+            stacklevel=2,
+        )
+
+
 def copy_containers(tree):
     """Returns a copy of nested dicts, lists and tuples; it shares their images and arrays."""
     if type(tree) in (list, tuple):

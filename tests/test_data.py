@@ -21,6 +21,7 @@ import losses
 from agent_loop import AgentLoopOutput, BadInput, as_tool, total_reward
 from examples import calculator
 from flatrl import tables
+from flatrl.rows import warn_of_media
 from train import Args
 
 close = torch.testing.assert_close
@@ -162,6 +163,16 @@ def test_csv_and_images_and_a_name_of_the_hub(tmp_path, monkeypatch):
     ]
     with pytest.raises(BadInput, match="me/mine: no such file, nor NAME:SPLIT or NAME:CONFIG"):
         tables.read_files(["me/mine"])
+
+
+@pytest.mark.parametrize("columns, n_warnings", [
+    ({"image": b"x"}, 1),
+    ({"video": None}, 0),
+    ({"image": b"x", "images": ["a.png"]}, 0),
+])  # fmt: skip
+def test_an_image_that_the_policy_does_not_see_is_told_of(columns, n_warnings, recwarn):
+    warn_of_media({"prompt": HELLO} | columns)
+    assert len(recwarn) == n_warnings
 
 
 def rendered(tokenizer, prompt, tools=None) -> int:
