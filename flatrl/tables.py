@@ -75,7 +75,8 @@ def _table(name):
             hub, *config, split = re.split(r":(?![^\[]*\])", name)  # not at the colon of a slice
             table = load_dataset(hub, *config, split=split)
     for column, feature in table.features.items():
-        table = table.cast_column(column, _raw(feature))
+        if feature != _raw(feature):
+            table = table.cast_column(column, _raw(feature))
     return table
 
 
