@@ -871,12 +871,12 @@ def _checked_reward(reward, row):
     score = reward.get("score") if isinstance(reward, dict) else reward
     try:
         float(score)
-    except (TypeError, ValueError):
+    except Exception as error:  # of any type, from an array or a class of the user
         raise BadReward(
             f"reward returned {reward!r:.80} for the row with index {row.get('index')}: return a "
             'number (0 for a wrong answer), or a dict with one under "score"; to leave a rollout '
             "out, raise an error"
-        ) from None
+        ) from error
     score = checked_number(score, "a reward")
     return {**reward, "score": score} if isinstance(reward, dict) else score
 
@@ -889,22 +889,10 @@ RUNNING, DONE, NO_SIGNAL = range(3)
 
 
 @dataclass(eq=False)
-class PromptGroup:
-    """All rollouts of one prompt, on the rank that runs them. Fields are as in Rollouts."""
+class PromptGroup(Rollouts):
+    """All rollouts of one prompt, on the rank that runs them."""
 
-    unfinished: int  # rollouts that have not ended
-    outputs: list[AgentLoopOutput] = field(default_factory=list)
-    errors: list[dict] = field(default_factory=list)
-    skipped: int = 0
-    graders: dict = field(default_factory=dict)
-
-
-@dataclass
-class Grade:
-    """What became of a rollout's reward."""
-
-    fields: Sequence[dict] = ()  # for each output, the values of the fields REWARD_FIELDS
-    error: dict | None = None  # an entry of Rollouts.errors, if the reward failed
+    unfinished: int = 0  # rollouts that have not ended
 
 
 @dataclass(eq=False, kw_only=True)
@@ -1094,8 +1082,8 @@ class Pool:
         grader = self.tasks.create_task(self._grade(member, outputs))
         group.graders[member.prompt, member.sample] = grader
 
-    async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> Grade:
-        """Returns the rewards of a rollout, or the failure if `grade_rollout` raised."""
+    async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> list[dict] | dict:
+        """Returns the fields REWARD_FIELDS of each output or, if the reward failed, an error."""
         try:
             row = copy_containers(self.row_of(member.prompt))
             await grade_rollout(self.context, outputs, row)
@@ -1103,9 +1091,8 @@ class Pool:
             if self.future.cancelled():
                 raise
             kind = "no_reward" if isinstance(error, BadReward) else "failed_reward"
-            return Grade(error=self._failure(kind, member, error))
-        fields = [{name: getattr(output, name) for name in REWARD_FIELDS} for output in outputs]
-        return Grade(fields)
+            return self._failure(kind, member, error)
+        return [{name: getattr(output, name) for name in REWARD_FIELDS} for output in outputs]
 
     async def _has_no_signal(self, group: PromptGroup) -> bool:
         """Returns whether all members have the same outcome, so that nothing can be learned (DAPO,
@@ -1153,11 +1140,13 @@ class Pool:
         def advance() -> bool:
             """Takes in groups that have ended. Returns whether they make a batch; if not, lets
             replacements start."""
-            self._poll(states)
-            is_full = self._is_full(states)
-            if not is_full:
-                self._start_replacements(len(states), capacity)
-            return is_full
+            while not self._is_full(states):
+                state = self.store.add(str(self.first + len(states)), 0)
+                if state == RUNNING:
+                    self._start_replacements(len(states), capacity)
+                    return False
+                states.append(state)
+            return True
 
         finished = self._work_until(advance, self.title, self.batch)
         # Rank 0's: all leaders have the same, and the followers of a --tp team have none.
@@ -1175,14 +1164,6 @@ class Pool:
 
         At most `replacements` groups without a signal are not counted."""
         return len(states) - min(states.count(NO_SIGNAL), self.replacements) >= self.batch
-
-    def _poll(self, states: list[int]):
-        """Appends the states of the next groups that have ended, up to a full batch."""
-        while not self._is_full(states):
-            state = self.store.add(str(self.first + len(states)), 0)
-            if state == RUNNING:
-                break
-            states.append(state)
 
     def _start_replacements(self, n_ended: int, capacity: int):
         """Lets one prompt more than `capacity` start for each group without a signal.
@@ -1314,20 +1295,18 @@ class Pool:
         self.engine.end_phase()
 
 
-async def _await_graders(graders: dict) -> dict[tuple, Grade]:
+async def _await_graders(graders: dict) -> dict[tuple, list | dict]:
     """Awaits graders, {(prompt, sample): task}. Returns their results by the same keys."""
     return dict(zip(graders, await asyncio.gather(*graders.values())))
 
 
 def _with_rewards(outputs: list[AgentLoopOutput], grades: dict) -> list[AgentLoopOutput]:
-    """Writes the fields of {(prompt, sample): Grade} to the outputs.
-
-    Returns the outputs whose grader did not fail."""
+    """Writes the results of `Pool._grade` to the outputs. Returns those that have a reward."""
     graded = []
     for output in outputs:
         grade = grades[rollout_of(output)]
-        if not grade.error:
-            vars(output).update(grade.fields[output.extra["segment"]])
+        if isinstance(grade, list):
+            vars(output).update(grade[output.extra["segment"]])
             graded.append(output)
     return graded
 
@@ -1346,7 +1325,7 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
     for grades_of_rank in gather_unless_stopped(mine, stopped):
         grades |= grades_of_rank
     rollouts.outputs = _with_rewards(rollouts.outputs, grades)
-    rollouts.errors += [grade.error for grade in grades.values() if grade.error]
+    rollouts.errors += [grade for grade in grades.values() if isinstance(grade, dict)]
     rollouts.sort()
     for error in rollouts.errors:  # in the same order on all ranks
         if error["kind"] == "no_reward":

@@ -129,8 +129,6 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         arguments["gpu_memory_utilization"] = args.gpu_memory_utilization
         if max_num_seqs > 512:  # vLLM's limit: larger batches would decode without CUDA graphs
             arguments["max_cudagraph_capture_size"] = max_num_seqs
-        if args.tp > 1 and "expandable_segments:True" in _allocator_settings():
-            arguments["disable_custom_all_reduce"] = True  # vllm#42609
     else:
         arguments |= dict(
             enforce_eager=True,  # compiling takes longer than a small run
@@ -144,12 +142,6 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
     # The trainer's logits are float32; a bfloat16 head would round the engine's.
     arguments["hf_overrides"] = {"head_dtype": "float32"} | engine_args.pop("hf_overrides", {})
     return arguments | engine_args
-
-
-def _allocator_settings():
-    """Returns what the environment says of torch's allocator on a GPU."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return ",".join(os.environ.get(name, "") for name in names)
 
 
 def check_model(args, device: torch.device):

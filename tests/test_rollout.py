@@ -352,7 +352,7 @@ def test_a_greedy_baseline_is_one_more_member_of_each_group(pool_of, engine, arg
     assert rollouts.metrics(engine)["rollout/trajectories"] == 6
 
 
-@pytest.mark.parametrize("result", [None, {"x": 1}], ids=str)
+@pytest.mark.parametrize("result", [None, {"x": 1}, torch.zeros(2)], ids=str)
 def test_a_reward_that_returns_no_number_ends_the_run(pool_of, engine, capfd, result):
     """Without these rollouts the mean would be that of the right answers alone."""
 
