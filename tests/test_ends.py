@@ -75,7 +75,7 @@ def test_exit_codes():
     codes = {"end": 0, "child": 0, "signalled": 130, "input": 2, "error": 1, "memory": 1}
     assert json.loads(done.stdout) == codes, done.stderr
     assert "train.py: error: no\n" in done.stderr
-    assert done.stderr.count("out of GPU memory (see") == 1
+    assert done.stderr.count("out of GPU memory: lower") == 1
     assert done.stderr.count("stopping: the run saves") == 1
     assert done.stderr.count("Traceback") == 2
 
