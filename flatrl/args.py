@@ -6,7 +6,7 @@ import os
 import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -80,6 +80,10 @@ LOOP_FLAGS = [
     "agent", "max_response_tokens", "max_model_len", "max_assistant_turns",
     "chat_template_args", "tool_parser"]
 LOOP_SETTINGS = [entry.name for entry in fields(LoopArgs) if entry.name not in LOOP_FLAGS]
+# The settings of LoopArgs that 0 does not turn off.
+POSITIVE_SETTINGS = [
+    "max_response_tokens", "max_model_len", "max_images", "tool_timeout", "max_parallel_calls",
+    "max_tool_response_tokens"]
 # The flags that hold a JSON object.
 JSON_FLAGS = ["chat_template_args", "sampling_args", "eval_sampling_args", "engine_args"]
 
@@ -250,10 +254,6 @@ class Args(LoopArgs):
     # Agent loops: their flags are inherited
     agent_args: str = flag(
         "{}", f"more settings of agent loops, as JSON: {', '.join(LOOP_SETTINGS)}")
-
-    MUST_BE_POSITIVE: ClassVar = [
-        "max_response_tokens", "max_model_len", "max_images", "tool_timeout",
-        "max_parallel_calls", "max_tool_response_tokens"]
 
     def __post_init__(self):
         self.fill(self.preset_values())
@@ -426,7 +426,7 @@ def check_args(args: Args):
     for entry in fields(args):
         rules = {name: rule for name, rule in entry.metadata.items() if name != "help"}
         check_value(entry.name, getattr(args, entry.name), **rules)
-    for name in args.MUST_BE_POSITIVE:
+    for name in POSITIVE_SETTINGS:
         value = getattr(args, name)
         need(value is None or value > 0, f"--{name} {value} must be greater than 0")
     sides = ("left", "middle", "right")

@@ -1,14 +1,9 @@
 """Checks of the user's input, with one line that tells what to change."""
 
 import contextlib
-import os
 import pickle
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
-
-OURS = {"agent_loop", "data", "flatrl", "losses", "rollout", "train"}  # modules
-INSTALLED = {"site-packages", "dist-packages"}  # folders
 
 
 class BadInput(ValueError):
@@ -53,20 +48,14 @@ def reason(error: BaseException) -> str:
     return kind + " ".join(str(error).split())[:400]
 
 
-def is_installed(file: str | Path) -> bool:
-    """Returns whether a file is part of Python or of an installed package."""
-    path = Path(file)
-    return path.is_relative_to(Path(os.__file__).parent) or bool(INSTALLED & {*path.parts})
-
-
-def check_types(values: dict, types: dict, name: str, none_is_fine: bool = True):
-    """Raises BadInput if a value does not have its type in `types`. A missing value is None.
+def check_types(values: dict, types: dict, name: str):
+    """Raises BadInput if a value is neither None nor of its type in `types`.
 
     types: key -> a type, or several: str | list. name: what the message calls `values`."""
     for key, wanted in types.items():
         value = values.get(key)
         kind = str(getattr(wanted, "__name__", wanted)).replace(" ", "")
-        is_right = isinstance(value, wanted) or (none_is_fine and value is None)
+        is_right = value is None or isinstance(value, wanted)
         need(is_right, f"{name}: {key!r} must be a {kind}, got {value!r:.80}")
 
 

@@ -32,10 +32,10 @@ class Stopped(Exception):
 # ---------------------------------------------------------------- what ranks tell each other
 
 
-def all_gather(x, group: dist.ProcessGroup | None = None) -> list:
+def all_gather(x) -> list:
     """Returns every rank's x (anything that pickles), in the order of ranks."""
-    parts = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, x, group=group)
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, x)
     return parts
 
 
