@@ -244,8 +244,8 @@ def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
 
     # The student learns from the teacher's first rollouts. Its KL is computed here again.
     learn = [*REPLAY, "--replay", teacher, "--algo", "opd", "--num_steps", "1"]
-    learn += ["--output_dir", student, "--ref_model"]
-    run(*learn, final, cache=cache)
+    learn += ["--output_dir"]
+    run(*learn, student, "--ref_model", final, cache=cache)
     model, info = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert "packed" not in (final / "config.json").read_text()
@@ -267,7 +267,8 @@ def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
     tokenizer.save_pretrained(other)
     model.config.vocab_size = len(tokenizer)
     model.config.save_pretrained(other)
-    assert "has another tokenizer than --model" in run(*learn, other, code=2, cache=cache)
+    refused = run(*learn, tmp_path / "x", "--ref_model", other, code=2, cache=cache)
+    assert "has another tokenizer than" in refused
 
 
 def test_truncated_trajectories_are_masked_out_of_the_loss(cache, tmp_path):
