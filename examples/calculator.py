@@ -16,14 +16,13 @@ A question is `What is 37*48?`. The policy may call `calculator` and must end wi
     tool       1776
     assistant  <answer>1776</answer>
 
-A task file is a plain module with `load` and `reward`. The rest is optional: `TOOLS`,
-`SYSTEM_PROMPT`, and `build_model`, which train.py calls (and caches) if no --model is given.
+`train.py` needs `load` and `reward`. `TOOLS`, `SYSTEM_PROMPT` and `build_model` are optional; the
+last is called, once, if no --model is given.
 
-The built model has learned to use the tool, but not to rely on it. Its greedy answers are right for
+The built model has learned to use the tool, but not to rely on it: its greedy answers are right for
 0.58-0.60 of the held-out questions (seeds 0-2). When it samples, it calls the tool in 4
 trajectories of 10; 0.98 of these end in the right answer, and a guess never does. The rest is for
-RL to find. Building takes 27 s on two threads, 43 s on one. A trajectory has 21 prompt tokens, and
-25 more with a call, 5 with a guess."""
+RL to find."""
 
 import ast
 import itertools

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from agent_loop import Interaction, in_thread, numeric_entries
+from agent_loop import Interaction, numeric_entries
 
 
 class IllegalAction(ValueError):
@@ -21,54 +21,39 @@ class EnvInteraction(Interaction):
         close()                                                optional
 
     Each reward belongs to its turn. Numbers in info are summed and logged as
-    rollout/interaction/NAME/*. A gymnasium environment needs a wrapper that joins terminated and
-    truncated.
+    rollout/interaction/NAME/*. Methods run on the event loop, so they must be fast.
 
     Each trajectory gets an environment of its own from `make(**kwargs)`, whose arguments are the
     row's interaction_kwargs except name and seed. It is reset to that seed. The first observation
-    opens the conversation, so the rows' prompts are empty. `slow` runs reset, step and close in a
-    thread, where they don't block other trajectories. `illegal_reward` is the reward of a turn with
-    an illegal action."""
+    opens the conversation, so the rows' prompts are empty. `illegal_reward` is the reward of a turn
+    with an illegal action."""
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[..., Any],
-        slow: bool = False,
-        illegal_reward: float = -0.1,
-    ):
+    def __init__(self, name: str, make: Callable[..., Any], illegal_reward: float = -0.1):
         self.name = name
         self.make = make
-        self.slow = slow
         self.illegal_reward = illegal_reward
         self.envs: dict[str, Any] = {}  # request_id -> the trajectory's environment
 
     async def start(self, request_id: str, *, seed: int, **kwargs) -> str:
         """Makes and resets the trajectory's environment; returns the first observation."""
         self.envs[request_id] = self.make(**kwargs)
-        return await self._call(self.envs[request_id].reset, seed)
+        return self.envs[request_id].reset(seed)
 
     async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple:
         """Takes the last message as the action; returns (done, observation, reward, metrics)."""
         action = messages[-1]["content"] or ""
         try:
-            result = await self._call(self.envs[request_id].step, action)
+            observation, reward, done, info = self.envs[request_id].step(action)
         except IllegalAction as error:
             # The game continues; --max_assistant_turns bounds how often this may happen.
             return False, f"Illegal: {error}", self.illegal_reward, {"illegal": 1}
-        observation, reward, done, info = result
         return done, observation, reward, numeric_entries(info)
 
     async def finalize(self, request_id: str):
         """Closes the trajectory's environment, if it has one to close."""
         env = self.envs.pop(request_id, None)
         if hasattr(env, "close"):
-            await self._call(env.close)
-
-    async def _call(self, method, *args):
-        if self.slow:
-            return await in_thread(method, *args)
-        return method(*args)
+            env.close()
 
 
 def episodes(name: str, split: str, n_val: int = 64, n_train: int = 1000) -> list[dict]:

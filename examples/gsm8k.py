@@ -1,17 +1,12 @@
 """A known data set: GSM8K, grade-school word problems, with a calculator.
 
-On the built-in tiny model, with the 24 problems of data/gsm8k_sample.jsonl (it runs, but such a
-model can't learn this):
-
-    accelerate launch train.py --task examples/gsm8k.py
-
-On the real data set, as the parquet files that verl's examples/data_preprocess/gsm8k.py writes
-(used are their columns prompt, reward_model.ground_truth and extra_info.index):
-
+    accelerate launch train.py --task examples/gsm8k.py         # the tiny model shows that it runs
     accelerate launch train.py --task examples/gsm8k.py --model Qwen/Qwen2.5-0.5B-Instruct \\
         --train_files ~/data/gsm8k/train.parquet --val_files ~/data/gsm8k/test.parquet \\
         --max_prompt_tokens 1024 --max_response_tokens 1024
-"""
+
+The files are those of verl's examples/data_preprocess/gsm8k.py. Without them there are 24 problems,
+in data/gsm8k_sample.jsonl."""
 
 import json
 import re

@@ -1,22 +1,17 @@
 """GSM8K with a simulated user, who says if the answer is wrong, so that the model tries again.
 
-On the built-in tiny model, with the bundled problems:
-
     accelerate launch train.py --task examples/gsm8k_user.py --max_response_tokens 256
-
-On the real data set, as the parquet files that verl's
-examples/data_preprocess/gsm8k_multiturn_w_interaction.py writes (used are their columns prompt,
-reward_model.ground_truth and extra_info.interaction_kwargs {"name", "query", "ground_truth"}):
-
     accelerate launch train.py --task examples/gsm8k_user.py --model Qwen/Qwen2.5-0.5B-Instruct \\
         --train_files ~/data/gsm8k/train.parquet --val_files ~/data/gsm8k/test.parquet \\
         --max_prompt_tokens 1024 --max_response_tokens 2048
 
+The files are those of verl's examples/data_preprocess/gsm8k_multiturn_w_interaction.py; without
+them there are the bundled problems.
+
 The user pays all reward, turn by turn: 1 for an answer that is right at once, 1/2 at the second
 try, 1/3 at the third, and 0 for a wrong one (a penalty would make it pay to run out of tokens
-instead of answering). `--algo ppo` and `reinforce_pp` credit the turn that earned the reward. The
-group estimators (grpo, rloo, ...) sum over the trajectory, and so does dynamic sampling
-(--algo dapo), because the task's own reward is always 0 here."""
+instead of answering). `--algo ppo` and `reinforce_pp` credit the turn that earned the reward; the
+group estimators (grpo, rloo, ...) sum over the trajectory."""
 
 from agent_loop import Interaction
 from examples import gsm8k
@@ -42,8 +37,7 @@ def load(split: str) -> list[dict]:
 class GSM8KUser(Interaction):
     """Checks the answer of each assistant turn, up to max_tries times.
 
-    This is verl's Gsm8kInteraction with a limit. One instance serves all trajectories, so the state
-    of each is kept under its request_id."""
+    One instance serves all trajectories, so the state of each is kept under its request_id."""
 
     name = "gsm8k"
 

@@ -10,14 +10,12 @@
 
 A game is one rollout, each move an output, and each side a unit: the moves of a side share the
 reward of its game, 1 for a win, 0 for a loss. The first side is compared with the first sides of
-the other games from the same number of sticks, the second with the second ones. From some numbers
-the first side wins most games; without a baseline of its own, each of its moves would be praised. A
-move that breaks the rules loses.
+the other games from the same number of sticks, the second with the second ones. A move that breaks
+the rules loses.
 
 In an evaluation the policy moves first, against a perfect player, from numbers where a win is
-possible. One mistake loses the game. The built-in model has seen a poor teacher, who mostly takes
-one stick. A number is a letter, because that is one token. For what the model learns see
-docs/units.md#self-play."""
+possible. The built-in model has seen a poor teacher. A number is a letter, because that is one
+token. For what the model learns see docs/units.md#self-play."""
 
 import random
 from pathlib import Path

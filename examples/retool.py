@@ -1,21 +1,16 @@
 r"""Model-written code: math questions, and Python to work them out, as in ReTool.
 
-On the built-in tiny model, with the calculator's questions (it runs, but that model has only
-learned to call a calculator):
-
-    accelerate launch train.py --task examples/retool.py
-
-On the data of the paper (https://arxiv.org/abs/2504.11536), DAPO-Math-17k, of which the columns
-prompt and reward_model.ground_truth are used. The published file repeats each question about a
-hundred times, so drop the duplicates first.
-
+    accelerate launch train.py --task examples/retool.py        # the tiny model shows that it runs
     accelerate launch train.py --task examples/retool.py --model Qwen/Qwen2.5-0.5B-Instruct \
         --train_files dapo-math-17k.parquet --val_files aime-2024.parquet \
         --max_prompt_tokens 1024 --max_response_tokens 4096
 
-`code_interpreter` runs each program in a process of its own (examples/sandbox.py) and keeps nothing
-from one call to the next. The log counts programs that ended in an error (`tool/failed`) or ran out
-of time (`tool/timeouts`)."""
+The second command reads the data of the paper (https://arxiv.org/abs/2504.11536), DAPO-Math-17k, of
+which the columns prompt and reward_model.ground_truth are used. The published file repeats each
+question about a hundred times, so drop the duplicates first.
+
+Each program runs in a process of its own (examples/sandbox.py). The log counts those that ended in
+an error (`tool/failed`) or ran out of time (`tool/timeouts`)."""
 
 import re
 

@@ -9,13 +9,10 @@
                                                +- <answer>85</answer>       1
       trunk: 0.5, the mean of its leaves         leaves: each its own reward
 
-The first turn is the unit "trunk". It is compared with the first turns of the prompt's other
-rollouts. Each leaf is a unit of its own. Its `group` contains the rollout's number, so that it is
-compared only with its siblings, which continue the very same tokens. The first turn is sampled
-once, and the tool called once, for BRANCHES answers.
-
-The tiny model calls the tool in one rollout of three, and uses the result in half of these: both
-have to be learned. An evaluation has no branches. docs/units.md#a-tree has the comparison."""
+The first turn is the unit "trunk", compared with the first turns of the prompt's other rollouts.
+Each leaf is a unit, whose `group` contains the rollout's number: it is compared only with its
+siblings, which continue the very same tokens. An evaluation has no branches. docs/units.md#a-tree
+has the comparison."""
 
 import asyncio
 import copy

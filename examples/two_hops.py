@@ -14,10 +14,9 @@ does not know. A first search finds out who the person is, a second one finds th
     user       Noel shuns rainy days.
     assistant  rainy days
 
-Names, verbs and things come from reasoning-gym's needle_haystack. The library has two sentences
-about each person, and answers a search with one. The first steps imitate demonstrations, because
-the model by itself never searches. The other steps learn from the reward. For the curve see
-docs/speed.md#a-real-model-on-two-cores."""
+Names, verbs and things come from reasoning-gym. The library has two sentences about each person,
+and answers a search with one. The first steps imitate demonstrations, because the model by itself
+never searches. For the curve see docs/speed.md#a-real-model-on-two-cores."""
 
 import functools
 import random
@@ -105,11 +104,8 @@ def load(split: str) -> list[dict]:
         question = f"Somebody {verb} {thing}. What is it that the same person {other_verb}?"
         row = {"prompt": question, "reward_model": {"ground_truth": answer}}
         if split == "train":
-            row["demonstration"] = [
-                f"{SEARCH} {verb} {thing}",
-                f"{SEARCH} {name} {other_verb}",
-                answer,
-            ]
+            searches = [f"{SEARCH} {verb} {thing}", f"{SEARCH} {name} {other_verb}"]
+            row["demonstration"] = [*searches, answer]
         rows.append(row)
     return rows
 
