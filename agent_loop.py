@@ -465,10 +465,8 @@ class AgentLoopBase:
         TypeError is raised."""
 
     def __init__(self, engine, tokenizer, processor, task, args):
-        missing = {}
-        for each in fields(LoopArgs):
-            if not hasattr(args, each.name):
-                missing[each.name] = each.default
+        known = {each.name: each.default for each in fields(LoopArgs)}
+        missing = {name: known[name] for name in known if not hasattr(args, name)}
         if "max_response_tokens" in missing or "max_model_len" in missing:
             raise TypeError(
                 f"{type(self).__name__} needs args with max_response_tokens and "
@@ -953,8 +951,7 @@ class ToolAgentLoop(AgentLoopBase):
             **self.interaction_kwargs,
         )
         trajectory.record("interaction", name, reward, metrics)
-        if done and text is None:
-            text = ""
+        text = "" if done and text is None else text
         text = checked_text(text, f"the text of interaction {name!r}")
         at_user_limit = 0 < self.args.max_user_turns <= self.user_answers
         if not done and (at_user_limit or self._at_assistant_limit(trajectory)):
