@@ -32,6 +32,6 @@ def test_a_release_trains_in_an_empty_folder(tmp_path, tiny_model):
     subprocess.run(command, cwd=tmp_path, env=clean_env(), check=True)
     first, last = rows_of(tmp_path / "out/metrics.jsonl")
     assert (first["step"], last["step"]) == (0, 1)
-    assert last["rollout/trajectories"] == 4 and last["actor/adam_steps"] == 1
+    assert last["rollout/trajectories"] == 4 and last["actor/grad_norm"] > 0
     assert (tmp_path / "out/final/model.safetensors").is_file()
     assert not (tmp_path / "out/report.html").exists()

@@ -62,13 +62,15 @@ class Batch(dict):
         self.outputs = outputs
 
 
-def test_the_page_has_the_numbers_of_metrics_jsonl(folder):
+def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(tmp_path):
+    folder = make_folder(tmp_path / "run", task=HOSTILE)
     (folder / "metrics.jsonl").write_text(
         '{"step": 0, "eval/reward": 0.5}\n'
         '{"step": 1, "reward/mean": 0.25, "timing/idle_s": [1.0]}\n'
         '{"step": 2, "reward/mean": NaN, "eval/reward": 1}\n'
         '{"step": 3, "reward/me'  # cut off by a kill
     )
+    write_rollouts(folder, "step_000001", [trajectory(reward={"score": 1.0, HOSTILE: 0.5})])
     run = run_of(folder)
     assert run["columns"] == {
         "step": [0, 1, 2],
@@ -77,7 +79,13 @@ def test_the_page_has_the_numbers_of_metrics_jsonl(folder):
         "timing/idle_s": [None, None, None],
     }
     assert run["about"] == {"command": "train.py", "git": "abc", "torch": "2"}
-    assert run["trajectories"] == []
+    assert run["args"]["task"] == HOSTILE and run["trajectories"][0]["parts"][HOSTILE] == 0.5
+
+    page = (folder / "report.html").read_text()
+    template = report.PAGE.read_text()
+    for mark in ("<script", "</script", "<!--"):  # the page's own and no other
+        assert page.lower().count(mark) == template.lower().count(mark)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", template)
 
 
 def test_a_trajectory_has_its_tokens_with_their_advantages(folder, tokenizer):
@@ -111,19 +119,6 @@ def test_tokens_that_are_parts_of_a_character_are_joined(tokenizer):
     broken = token_texts(tokenizer, [ids[2]] * 15)  # the first byte of é
     assert [i for i, text in enumerate(broken) if text] == [6, 13, 14]
     assert token_texts(None, [7, 8]) == ["⟨7⟩", "⟨8⟩"]
-
-
-def test_hostile_text_stays_text(tmp_path):
-    folder = make_folder(tmp_path / "run", task=HOSTILE)
-    write_rollouts(folder, "step_000001", [trajectory(reward={"score": 1.0, HOSTILE: 0.5})])
-    run = run_of(folder)
-    assert run["args"]["task"] == HOSTILE and run["trajectories"][0]["parts"][HOSTILE] == 0.5
-    page = (folder / "report.html").read_text()
-    template = report.PAGE.read_text()
-    for mark in ("<script", "</script", "<!--"):  # the page's own and no other
-        assert page.lower().count(mark) == template.lower().count(mark)
-    makes_html = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\("
-    assert not re.search(makes_html, template)
 
 
 def test_whole_groups_of_some_steps_and_the_same_rows_of_every_evaluation(folder):
