@@ -61,14 +61,14 @@ def spread(values: Sequence[float]) -> str:
     return f"{middle:.2f} ({least:.2f} - {most:.2f})"
 
 
-def seconds(work) -> float:
+def seconds(work, *args) -> float:
     """Returns how long a function takes, with the work that it leaves to the GPU."""
     import torch
 
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()
     started = time.perf_counter()
-    work()
+    work(*args)
     wait()
     return time.perf_counter() - started
 

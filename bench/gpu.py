@@ -146,7 +146,7 @@ def sync(sides: Sides, options: argparse.Namespace) -> Iterator[Row]:
     def load(version: int) -> float:
         sides.engine.wake_weights()
         weights = models.checkpoint_weights(sides.net.model, sides.net.engine_dtype)
-        taken = common.seconds(lambda: sides.engine.load_weights(weights, version))
+        taken = common.seconds(sides.engine.load_weights, weights, version)
         sides.engine.wake_kv()
         sides.engine.sleep()
         return taken

@@ -140,38 +140,16 @@ def make_trl_vllm_updatable() -> None:
     layers.dispatch_cpu_unquantized_gemm = plain_linear
 
 
-def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = False) -> None:
-    """Trains with GRPOTrainer.train, step by step, without KL, evaluations and checkpoints."""
+def trl_config(options: argparse.Namespace, folder: str, vllm: bool):
+    """Returns a GRPOConfig without KL, evaluations and checkpoints."""
     import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig
 
     cuda = torch.cuda.is_available()
-    if vllm and not cuda:
-        make_trl_vllm_updatable()
     n_responses = options.prompts * options.group_size
     batch = options.batch or n_responses
     forced = {"ignore_eos": True} if vllm else {"min_new_tokens": options.tokens}
-    spent: dict[str, float] = {}
-
-    class Turns(TrainerCallback):
-        def on_train_begin(self, *state, **more):
-            end_step(pipe, {})
-
-        def on_step_end(self, *state, **more):
-            sync = spent.get("sync_weights", 0.0)
-            lengths = trainer._metrics["train"]["completions/mean_length"]
-            parts = {
-                "sync": sync,
-                "generate": spent["_generate"] - sync,
-                "update": spent["training_step"] - spent["_prepare_inputs"],
-                "length": lengths[-1],
-            }
-            end_step(pipe, parts)
-            spent.clear()
-
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=f"{folder}/trl",
         beta=0.0,
         bf16=cuda,
@@ -193,10 +171,39 @@ def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = Fa
         use_vllm=vllm,
         vllm_max_model_length=options.tokens + 512,
     )
+
+
+def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = False) -> None:
+    """Trains with GRPOTrainer.train, step by step."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from trl import GRPOTrainer
+
+    if vllm and not torch.cuda.is_available():
+        make_trl_vllm_updatable()
+    spent: dict[str, float] = {}
+
+    class Turns(TrainerCallback):
+        def on_train_begin(self, *state, **more):
+            end_step(pipe, {})
+
+        def on_step_end(self, *state, **more):
+            sync = spent.get("sync_weights", 0.0)
+            lengths = trainer._metrics["train"]["completions/mean_length"]
+            parts = {
+                "sync": sync,
+                "generate": spent["_generate"] - sync,
+                "update": spent["training_step"] - spent["_prepare_inputs"],
+                "length": lengths[-1],
+            }
+            end_step(pipe, parts)
+            spent.clear()
+
     prompts = [{"prompt": row["prompt"]} for row in load("train")]
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
-        args=config,
+        args=trl_config(options, folder, vllm),
         processing_class=AutoTokenizer.from_pretrained(options.model),
         reward_funcs=trl_rewards,
         train_dataset=Dataset.from_list(prompts),

@@ -138,21 +138,22 @@ def measure(sides: dict, batch: dict, rounds: int) -> list[dict]:
         tolerance = 0.5 if torch.cuda.is_available() else 1e-3  # bare rounds logits to bfloat16
         assert largest < tolerance, f"{name}'s logprobs are {largest} off"
         side.update(batch)  # a warm-up
-    times = {(name, work): [] for name in sides for work in ("score", "update")}
+    seconds = {name: {"score": [], "update": []} for name in sides}
     for _ in range(rounds):
-        for name, work in times:
-            call = partial(getattr(sides[name], work), batch)
-            times[name, work].append(common.seconds(call))
+        for name, side in sides.items():
+            seconds[name]["score"].append(common.seconds(side.score, batch))
+            seconds[name]["update"].append(common.seconds(side.update, batch))
     rows = []
-    for name in sides:
+    for name, of_side in seconds.items():
         row = {"side": name}
         text = f"  {name:9}"
-        for work in ("score", "update"):
-            pairs = zip(times[name, work], times["flatrl", work], strict=True)
+        for work, values in of_side.items():
+            pairs = zip(values, seconds["flatrl"][work])
             ratios = [theirs / ours for theirs, ours in pairs]
-            row[f"{work}_s"] = common.of_rounds(times[name, work])[0]
+            median = common.of_rounds(values)[0]
+            row[f"{work}_s"] = median
             row[f"{work}_ratio"] = common.of_rounds(ratios)[0]
-            text += f" {row[f'{work}_s']:9.3f} s {common.spread(ratios):>20}"
+            text += f" {median:9.3f} s {common.spread(ratios):>20}"
         print(text)
         rows.append(row)
     return rows
