@@ -172,7 +172,10 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
         rows = Rows(cut, range(len(uncut)))
 
     def check_all() -> np.ndarray:
-        lengths = [length_of(number, row) for number, row in enumerate(Bar(rows, "prompts"))]
+        lengths = [
+            length_of(number, row)
+            for number, row in enumerate(Bar(rows, "prompts"))
+        ]
         warn_of_media(rows[0])
         check_tokenizer(tokenizer, chat_tokenizer, rows[0], task, args)
         if args.num_steps and args.imitation_steps != 0:  # None: demonstrations in all steps
@@ -207,8 +210,12 @@ def _cut(row: dict, limit: int, length_of: Callable, tokenizer, side: str) -> di
             places.append((message, "content"))
         else:
             places += [(part, "text") for part in content or () if "text" in part]
-    places.sort(key=lambda place: len(place[0][place[1]]), reverse=True)
-    for message, key in places:
+
+    def n_characters(place):
+        message, key = place
+        return len(message[key])
+
+    for message, key in sorted(places, key=n_characters, reverse=True):
         excess = length_of(row) - limit
         n_kept = n_tokens(message[key]) - excess - n_tokens("...")
         if excess > 0 and n_kept > 0:
@@ -572,9 +579,9 @@ def place_rewards(batch: Batch, terminal: N) -> NS:
     layout = batch.layout
     rewards = torch.zeros_like(layout.mask)
     units = batch.units.unit_of_row.tolist()
-    for row, (unit, output) in enumerate(zip(units, batch.outputs)):
+    for unit, output, nearest_place in zip(units, batch.outputs, layout.nearest_place):
         for token, reward in output.turn_rewards:
-            place = layout.nearest_place[row, token]
+            place = nearest_place[token]
             rewards[unit, place] += reward
 
     last_places = losses.last_places(layout.mask)  # (N,), 0 in a unit without sampled tokens

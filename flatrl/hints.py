@@ -6,7 +6,11 @@ same prompt with the hint in it. Tokens that the hint makes likelier get positiv
 import os
 from dataclasses import replace
 
-from agent_loop import AgentLoopBase, AgentLoopOutput, render
+from agent_loop import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    render,
+)
 from flatrl.rows import tool_schemas
 from flatrl.vision import expand, load_images
 
@@ -21,14 +25,16 @@ def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
     if not hint or not is_told:
         return prompt
     if not prompt or prompt[-1]["role"] != "user":
-        raise ValueError("its 'hint' is told after the prompt's last message: must be a user's")
-    *before, last = prompt
-    content = last["content"]
+        raise ValueError(
+            "its 'hint' is told after the prompt's last message, which must be a user's"
+        )
+    content = prompt[-1]["content"]
     if isinstance(content, str):
         content = f"{content}\n\n{hint}"
     else:  # parts, with images
         content = [*content, {"type": "text", "text": f"\n\n{hint}"}]
-    return [*before, {**last, "content": content}]
+    last = prompt[-1] | {"content": content}
+    return [*prompt[:-1], last]
 
 
 def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
@@ -37,14 +43,18 @@ def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
     Nothing happens if the agent loop has set it, if the row has no hint, or in an evaluation.
     The output's prompt begins with the row's, with or without the schemas of its tools. More may
     follow, where a template rewrote the history. Raises ValueError if it begins otherwise."""
-    if "told_prompt_ids" in output.extra or not row.get("hint") or row["validate"]:
+    has_hint = row.get("hint") and not row["validate"]
+    if "told_prompt_ids" in output.extra or not has_hint:
         return
     images = load_images(row.get("images") or ())
+
+    def ids_of(messages, schemas):
+        ids = render(loop.tokenizer, messages, schemas)
+        return expand(ids, images, loop.processor)
+
     for schemas in (tool_schemas(row, loop.task), None):
-        plain, told = (
-            expand(render(loop.tokenizer, messages, schemas), images, loop.processor)
-            for messages in (row["prompt"], told_prompt(row))
-        )
+        plain = ids_of(row["prompt"], schemas)
+        told = ids_of(told_prompt(row), schemas)
         # After the hint both prompts are equal, up to where the assistant speaks.
         n_equal = len(os.path.commonprefix([plain[::-1], told[::-1]]))
         n_plain = len(plain) - n_equal
