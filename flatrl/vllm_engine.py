@@ -1,6 +1,5 @@
 """vLLM's peculiarities: its arguments and their checks, patches, and loading weights."""
 
-import contextlib
 import functools
 import json
 import os
@@ -254,21 +253,16 @@ def load_into(model, named_tensors, config):
     layerwise.initialize_layerwise_reload(model)
     fused = {name: parts for name, parts in fused_parts(model).items() if name in names}
     arrivals = _Arrivals(fused)
-    with contextlib.ExitStack() as stack:
-        stack.callback(layerwise.finalize_layerwise_reload, model, config)
-        for name in fused:
-            parameter = model.get_parameter(name)
-            loader = getattr(parameter, "weight_loader", default_weight_loader)
-            stack.callback(setattr, parameter, "weight_loader", loader)
-            parameter.weight_loader = arrivals.watched(name, loader)
-        try:
-            model.load_weights(arrivals.one_by_one(named_tensors))
-        except Exception as error:  # vLLM's are bare assertions, among others
-            # Layers of which only a part came can't be finalized: vLLM has to forget that part.
-            for module in model.modules():
-                layerwise.get_layerwise_info(module).load_numel = 0
-            problem = str(error) or repr(error)
-            raise RuntimeError(f"weight sync failed at {arrivals.current}: {problem}") from error
+    for name in fused:  # vLLM replaces these parameters, loaders included, when a layer is complete
+        parameter = model.get_parameter(name)
+        loader = getattr(parameter, "weight_loader", default_weight_loader)
+        parameter.weight_loader = arrivals.watched(name, loader)
+    try:
+        model.load_weights(arrivals.one_by_one(named_tensors))
+    except Exception as error:  # vLLM's are bare assertions, among others
+        problem = str(error) or repr(error)
+        raise RuntimeError(f"weight sync failed at {arrivals.current}: {problem}") from error
+    layerwise.finalize_layerwise_reload(model, config)
     # vLLM copied these without a loader, and its reload has lost them: once more.
     for pair in arrivals.not_loaded.items():
         for parameter in model.load_weights([pair]):
