@@ -33,8 +33,7 @@ KEPT = (
     "timing/train_s",
     "timing/sync_s",
     "throughput/tokens_per_s",
-    "memory/before_sleep_device_gb",
-    "memory/asleep_device_gb",
+    "memory/device_gb",
 )
 SHARED = "all runs"  # the entry of what is equal in all
 
