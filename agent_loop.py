@@ -30,6 +30,7 @@ Names follow verl's agent loop (https://verl.readthedocs.io/en/latest/advance/ag
 import asyncio
 import copy
 import functools
+import inspect
 import itertools
 import json
 import math
@@ -1108,7 +1109,7 @@ def as_tool(tool: Tool | Callable) -> Tool:
     Raises BadInput for anything else, and for a function that can't be a tool."""
     if isinstance(tool, Tool):
         return tool
-    if not callable(tool) or isinstance(tool, type):
+    if not inspect.isroutine(tool):
         raise BadInput(f"TOOLS holds {tool!r}, which is neither a Tool instance nor a function")
     return _function_tool(tool)
 

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 # A thread is started only if none is idle. A function that never returns keeps its thread.
-USER_CODE = "user code"
-THREADS = ThreadPoolExecutor(max_workers=1024, thread_name_prefix=USER_CODE)
+THREADS = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="user code")
 
 # The asyncio.Timeout of the running user code. Code that first waits for a person, or for its turn,
 # may postpone the deadline with `reschedule`.

@@ -103,6 +103,11 @@ def test_functions_that_can_not_be_tools(function):
         as_tool(function)
 
 
+def test_what_is_neither_a_tool_nor_a_function():
+    with pytest.raises(BadInput, match="neither a Tool instance nor a function"):
+        as_tool(Colour)
+
+
 def test_what_a_row_gives_a_function(play):
     """The row's arguments reach the function as they are, in place of the model's."""
     row = {"extra_info": {"tools_kwargs": {"pair": {"execute_kwargs": {"y": 40}}}}}
