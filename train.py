@@ -84,8 +84,8 @@ def main(args: Args):
             # ---- 3. rewards -> advantages: change these lines for a method of your own
             metrics |= set_token_rewards(run, batch, step)  # batch.token_rewards, (N, S)
             batch["advantages"] = estimate_advantages(batch, rollouts, args, run.estimator_state)
-            run.clock.lap("advantages")
             log.rollouts(name, rollouts.outputs, rollouts.errors, batch)
+            run.clock.lap("advantages")
             if args.mask_truncated:
                 batch.mask_truncated()
 

@@ -65,10 +65,15 @@ class Notices(Listener):
 
         page = folder / "report.html"
         final = folder / "final"
-        again = "continue: the same command with --resume"
+        ways = []
+        if page.is_file():
+            ways.append(f"report: {page}")
         if final.is_dir():
-            again = f"evaluate: the same command with --num_steps 0 --model {final}"
-        self.log.say(f"report: {page}; {again}" if page.is_file() else again)
+            ways.append(f"evaluate: the same command with --num_steps 0 --model {final}")
+        elif any(folder.glob("checkpoints/step_*")):
+            ways.append("continue: the same command with --resume")
+        if ways:
+            self.log.say("; ".join(ways))
 
 
 def plan(args, steps_done: int) -> str:

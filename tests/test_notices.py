@@ -104,6 +104,7 @@ def test_two_lines_at_the_end(log):
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (log.folder / "metrics.jsonl").write_text(text)
+    (log.folder / "checkpoints/step_000002").mkdir(parents=True)
     Notices(log).close()
     change = "reward 0.500 -> 0.625, best 0.750 at step 2; evaluation 0.250"
     assert log.said == [change, "continue: the same command with --resume"]
