@@ -1,15 +1,22 @@
-"""examples/minimal_loop.py: that it learns."""
+"""examples/minimal_loop.py: its command, and that it learns."""
 
 import re
 import sys
 
 import torch
+from conftest import run
 
 import data
 from examples import calculator, minimal_loop
 from train import Policy
 
 LINE = r"step +(\d+)   reward (\d\.\d{3})   loss +(-?\d+\.\d{4})   [\d.]+ s"
+
+
+def test_the_command_runs(tiny_model, cache):
+    few = ["--steps", "1", "--prompts_per_step", "2", "--model", tiny_model]
+    printed = run(*few, script="examples/minimal_loop.py", cache=cache)
+    assert [step for step, _, _ in re.findall(LINE, printed)] == ["1"]
 
 
 def digits(output, row) -> float:
