@@ -77,6 +77,7 @@ def main(argv: list[str]):
     with tempfile.TemporaryDirectory() as folder:
         args = train.parse_args([*FLAGS, "--output_dir", folder, "--model", *argv])
         run = train.setup(args)
+        run.log.listeners.clear()  # a conversation has no report
         run.task.INTERACTIONS = [Terminal()]
         try:
             with train.awake(run):

