@@ -41,7 +41,9 @@ def read_json_lines(file: Path) -> Iterator[dict]:
 
     Other lines are skipped: the file may have been cut off by a kill, or may be written to right
     now. It may also be missing."""
-    with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
+    if not file.exists():
+        return
+    with file.open("rb") as lines:
         for line in lines:
             with contextlib.suppress(ValueError):
                 row = json.loads(line)

@@ -101,9 +101,11 @@ class Stop:
         os.register_at_fork(after_in_child=self._forget)
 
     def _tell(self, *_):
-        if not self.is_told:
-            os.write(2, b"\nstopping: the run saves, then ends\n")
+        is_first = not self.is_told
         self.is_told = True
+        if is_first:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, b"\nstopping: the run saves, then ends\n")
 
     def _forget(self):
         for number in (signal.SIGINT, signal.SIGTERM):
