@@ -850,7 +850,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
         if reward is None:
             reward = await call(task.reward, last, row)
             refuse_alarms()
-        reward = _checked_reward(reward, row)
+        reward = _checked_reward(reward, row, getattr(task, "__file__", "the task"))
         for output in outputs_of_unit:
             output.reward = reward
 
@@ -863,19 +863,19 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
         ]
 
 
-def _checked_reward(reward, row):
+def _checked_reward(reward, row, file):
     """Returns a reward as a float, or as a dict with a float under "score".
 
-    Raises BadReward if it is no number at all, and ValueError if it is not finite: that costs its
-    rollout only."""
+    file: the task's, which the message names. Raises BadReward if the reward is no number at all,
+    and ValueError if it is not finite: that costs its rollout only."""
     score = reward.get("score") if isinstance(reward, dict) else reward
     try:
         float(score)
     except Exception as error:  # of any type, from an array or a class of the user
         raise BadReward(
-            f"reward returned {reward!r:.80} for the row with index {row.get('index')}: return a "
-            'number (0 for a wrong answer), or a dict with one under "score"; to leave a rollout '
-            "out, raise an error"
+            f"{file}: reward returned {reward!r:.80} for the row with index {row.get('index')}: "
+            'return a number (0 for a wrong answer), or a dict with one under "score"; to leave a '
+            "rollout out, raise an error"
         ) from error
     score = checked_number(score, "a reward")
     return {**reward, "score": score} if isinstance(reward, dict) else score

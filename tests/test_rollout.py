@@ -362,7 +362,7 @@ def test_a_reward_that_returns_no_number_ends_the_run(pool_of, engine, capfd, re
     run = pool_of(reward, make_rows("x", "x"), prompts_per_step=2, group_size=2)
     rollouts = run.pool.rollout(0)
     engine.sleep()
-    said = f"reward returned {result!r} for the row with index 1: return a number (0 for"
+    said = f"the task: reward returned {result!r} for the row with index 1: return a number (0 for"
     with pytest.raises(BadReward) as caught:
         wait_for_rewards(rollouts, run.background, run.stop)
     assert str(caught.value).startswith(said)
