@@ -1,7 +1,6 @@
 """Tasks in examples/, each played by a scripted engine: rows, rewards, users, units, a judge."""
 
 import asyncio
-import copy
 import functools
 import itertools
 import json
@@ -14,11 +13,9 @@ import pytest
 from conftest import REPO, output_of
 from test_agent_loop import END, Script, said_by
 
-from agent_loop import agent_loop_class, as_tool
+from agent_loop import agent_loop_class
 from data import filter_overlong, load_rows, load_task
-from examples import calculator, smollm2
-from examples.tiny_models import PIECES
-from examples.tiny_models import play as play_demonstration
+from examples import calculator
 from rollout import set_rewards
 from train import Args
 
@@ -88,12 +85,6 @@ def test_the_calculators_reward(text, score):
     row = {"reward_model": {"ground_truth": "1776"}}
     assert calculator.reward(said(text), row) == score
     assert calculator.reward(said(text, "tool"), row) == 0.0
-
-
-def test_the_tiny_models_tokenizer_round_trips(tokenizer):
-    for text in (" around  \n\n", "Grüße, 日本 🎉 .", *PIECES):
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
 # ---------------------------------------------------------------- GSM8K
@@ -256,20 +247,7 @@ def test_a_judge(monkeypatch):
     assert message["content"].count("</answer_to_grade>") == 1  # the answer can't end its tag
 
 
-# ---------------------------------------------------------------- smollm2.py, two_hops.py
-
-
-def test_smollm2s_template_shows_tools_in_the_system_message(tokenizer):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = smollm2.CHAT_TEMPLATE.strip()
-    schema = as_tool(calculator.calculator).schema
-    plain, told = (
-        other.apply_chat_template(QUESTION["prompt"], tokenize=False, tools=tools)
-        for tools in (None, [schema])
-    )
-    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    assert plain == f"<|im_start|>system\n{system}{END}\n<|im_start|>user\nWhat is 37+48?{END}\n"
-    assert system in told and '"name": "calculator"' in told
+# ---------------------------------------------------------------- two_hops.py
 
 
 def test_two_searches_find_the_answer_and_one_does_not(tokenizer, monkeypatch):
@@ -291,9 +269,13 @@ def test_two_searches_find_the_answer_and_one_does_not(tokenizer, monkeypatch):
 
     row = load_rows(task, "train")[5]
     name, verb, thing, other_verb, answer = task.people()[128 + 5]
-    ((ids, mask),) = asyncio.run(play_demonstration(row, task, tokenizer))
-    turns = [f"search: {verb} {thing}", f"search: {name} {other_verb}", answer]
-    sampled = [token for token, trained in zip(ids, mask, strict=True) if trained]
-    assert tokenizer.decode(sampled) == "".join(turn + END for turn in turns)
+    lines = [f"search: {verb} {thing}", f"search: {name} {other_verb}", answer]
+    assert [message["content"] for message in row["demonstration"]] == lines
+    (output,) = play(task, tokenizer, row, *lines)
+    assert said_by(output, "user")[1:] == [
+        f"{name} {verb} {thing}.",
+        f"{name} {other_verb} {answer}.",
+    ]
+    assert output.reward == 1.0
     for text, reward in ((f" {answer}\n", 1.0), (f"{answer}.", 0.0), (None, 0.0)):
         assert task.reward(said(text), row) == reward
