@@ -241,10 +241,7 @@ class Quiz(Records, agent_loop.Interaction):
 
     async def generate_response(self, request_id, messages, **kwargs):
         self.note(request_id, "generate_response", messages, kwargs)
-        for message in messages:
-            for tool_call in message.get("tool_calls", ()):
-                tool_call["function"]["arguments"].clear()
-            message.clear()
+        messages.clear()
         return self.next_answer()
 
     async def finalize(self, request_id):
@@ -304,19 +301,6 @@ def test_parallel_calls_run_together_and_answer_in_order(play):
     assert_response(output, engine, TWO_NOTES + END, said, "ok" + END)
 
 
-def test_the_sampling_parameters_of_each_turn(tokenizer):
-    """Another stop token than the template's ends a turn, too; the template's then replaces it."""
-    turn = SUM + tokenizer.pad_token
-    sampling = {"stop_token_ids": [tokenizer.pad_token_id], "max_tokens": 50}
-    how = dict(sampling=sampling, max_response_tokens=60)
-    outputs, engine = rollout(tokenizer, (turn, "stop"), ANSWER, **how)
-    said = [tokenizer.decode(output.response_ids) for output in outputs]
-    assert said == [turn, ANSWER + END]
-    assert tokenizer.decode(engine.prompts[1]).endswith(f"{SUM}{END}{tool_turn('2')}")
-    used = len(encode(tokenizer, turn))
-    assert [params["max_tokens"] for params in engine.params] == [50, min(50, 60 - used)]
-
-
 def ask(function: str, n: int = 0) -> str:
     """Ask.
 
@@ -335,14 +319,11 @@ def raw_call(text: str) -> str:
 ERRORS = {
     "unknown tool": (call("subtract", a=1), None, r"subtract.*ask"),
     "malformed JSON": (raw_call('{"name": "ask", "arguments": {"a": 1'), None, "JSON"),
-    "a list": (raw_call('{"name": "ask", "arguments": [1]}'), None, "arguments.*object"),
     "a missing argument": (call("ask", n=1), None, "ask: missing a required argument: 'function'"),
     "raises": (call("notes"), OSError("the disk is full"), "the disk is full"),
     "exits": (call("notes"), SystemExit(3), r"SystemExit\(3\)"),
-    "a timeout of its own": (call("notes"), TimeoutError("no route to host"), "no route"),
     "cancels itself": (call("notes"), asyncio.CancelledError("by itself"), "by itself"),
     "a bad reward": (call("notes"), ("fine", math.nan, {}), "reward of tool 'notes' .* got nan"),
-    "a bad metric": (call("notes"), ("fine", 1.0, {"rows": math.inf}), "metric 'rows' .* got inf"),
 }
 
 
@@ -365,23 +346,16 @@ def test_a_failed_call_is_a_message_and_a_counter(play, turn, answer, said):
 
 
 def test_a_call_past_its_deadline(play):
-    done = []
-
     async def hangs() -> str:
         """Wait for long."""
-        try:
-            await too_late()
-        finally:
-            await asyncio.sleep(0)
-            done.append("tidied up")
+        await too_late()
 
     flags = dict(tool_timeout=HANGS, trajectory_timeout=4 * HANGS)
     output, engine = play(call("hangs"), "sorry", task=task_of(hangs), **flags)
     said = f"Error: hangs took longer than {HANGS} seconds"
     assert_response(output, engine, call("hangs") + END, tool_turn(said), "sorry" + END)
-    assert output.stop_reason == "stop"
     assert output.metrics["tool_timeouts"] == output.metrics["tool_timeouts/hangs"] == 1
-    assert "tool_errors" not in output.metrics and done == ["tidied up"]
+    assert "tool_errors" not in output.metrics
 
 
 @pytest.mark.parametrize("text, limit, side, said", [
@@ -389,7 +363,6 @@ def test_a_call_past_its_deadline(play):
     ("0123456789" * 2, 9, "middle", "01234...6789"),  # the odd token goes to the front
     ("0123456789" * 2, 10, "left", "0123456789..."),
     ("0123456789" * 2, 10, "right", "...0123456789"),
-    ("01234" + "x" * 10**6 + "56789", 10, "middle", "01234...56789"),
 ])  # fmt: skip
 def test_a_long_tool_response_is_cut(play, text, limit, side, said):
     notes = Notes(text)
@@ -402,21 +375,12 @@ def test_a_long_tool_response_is_cut(play, text, limit, side, said):
 
 
 SUMS = "\n".join(call(expression=f"{n}+{n}") for n in (1, 2, 3))
-
-
-def left_out(n: int, limit: int) -> str:
-    return f"Error: {n} more calls were not executed: the limit is {limit} a turn"
-
-
+LEFT_OUT = "Error: 1 more calls were not executed: the limit is 2 a turn"
 SURE_ANSWER = (np.False_, "Sure?", 0.25, {})
 GOOD_ANSWER = [np.True_, None, 0.5, {}]
 # name: (lines, flags, the texts of the response, the stop reason, what the user says, if any)
 ROLLOUTS = {
     "the turn's limit": (["12345"], {"sampling": {"max_tokens": 3}}, ["123"], "length", None),
-    "the budget": (
-        ["12345"], {"sampling": {"max_tokens": 9}, "max_response_tokens": 3},
-        ["123"], "length", None,
-    ),
     "the window": (["12345"], {"max_model_len": 17 + 3}, ["123"], "length", None),
     "no room at all": ([], {"max_model_len": 17}, [], "length", None),
     "room for one more token": (
@@ -430,11 +394,7 @@ ROLLOUTS = {
     ),
     "calls beyond the limit": (
         [SUMS, "ok"], {"max_parallel_calls": 2},
-        [SUMS + END, tool_turn("2", "4\n" + left_out(1, 2)), "ok" + END], "stop", None,
-    ),
-    "one call a turn": (
-        [SUMS, "ok"], {"max_parallel_calls": 1},
-        [SUMS + END, tool_turn("2\n" + left_out(2, 1)), "ok" + END], "stop", None,
+        [SUMS + END, tool_turn("2", "4\n" + LEFT_OUT), "ok" + END], "stop", None,
     ),
     "two assistant turns": (
         [SUM, SUM], {"max_assistant_turns": 2},
@@ -465,17 +425,11 @@ def test_a_rollout(play, lines, flags, parts, reason, answers):
     assert_response(output, engine, *parts)
     assert (output.stop_reason, output.num_turns) == (reason, len(parts) + 1)
     assert output.truncated == (reason in ("length", "max_turns"))
-    text = "".join(parts)
     n_calls = sum(turn.count("<tool_response>") for turn in parts)
     assert output.metrics["tool_calls"] == n_calls  # also 0
-    n_left_out = sum(map(int, re.findall("Error: ([0-9])", text)))
-    assert output.metrics.get("tool_errors", 0) == n_left_out
+    assert output.metrics.get("tool_errors", 0) == "".join(parts).count(LEFT_OUT)
     assert [reward for _, reward in output.turn_rewards] == [a[2] for a in answers or ()]
     assert not answers or quiz.events[-1] == "finalize"
-    made = [each for m in output.messages for each in m.get("tool_calls", ())]
-    assert all(each["function"]["arguments"] for each in made)  # the user has a copy
-    answered = [m["tool_call_id"] for m in output.messages if m["role"] == "tool"]
-    assert answered == [each["id"] for each in made][:n_calls]
 
 
 def test_a_rollout_past_its_budget_keeps_what_it_has(play):
@@ -530,12 +484,9 @@ def test_a_tool_that_could_not_be_created_is_not_used_but_released(play):
             await super().create(request_id, **kwargs)
             raise OSError("no space left")
 
-        def release(self, request_id):  # a plain one may return a coroutine, as if decorated
-            async def fails():
-                self.note(request_id, "release")
-                raise OSError("gone already")
-
-            return fails()
+        async def release(self, request_id):
+            await super().release(request_id)
+            raise OSError("gone already")
 
     notes, other = Fails(), Notes(name="other")
     output, _ = play(TWO_NOTES, call("notes") + call("other"), "bye", task=task_of(notes, other))
@@ -546,24 +497,23 @@ def test_a_tool_that_could_not_be_created_is_not_used_but_released(play):
 
 
 def test_a_cancelled_loop_releases_its_tools(tokenizer):
-    arrived = asyncio.Event()
-
-    async def hangs(*_, **__):
-        arrived.set()
-        await for_ever()
-
     async def scenario():
         playing = asyncio.create_task(run)
-        await arrived.wait()
+        await notes.arrived.wait()
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
 
-    notes = Notes()
+    class Hangs(Notes):
+        arrived = asyncio.Event()
+
+        async def create(self, *_, **__):
+            self.arrived.set()
+            await for_ever()
+
+    notes = Hangs()
     quiz = Quiz()
-    notes.create = hangs
-    engine = Script(tokenizer, (call("notes"), "bye"))
-    run = loop_of(engine, quiz_task(quiz, notes), quiz_row())
+    run = loop_of(Script(tokenizer, (call("notes"), "bye")), quiz_task(quiz, notes), quiz_row())
     asyncio.run(scenario())
     assert notes.events == ["release"]
     assert quiz.events == ["start", "finalize"]
@@ -624,15 +574,6 @@ def test_a_user_opens_the_conversation_answers_and_pays_until_it_is_done(play, t
     assert output.extra == {"unread": "Good."}  # its last words, which the policy does not read
 
 
-@pytest.mark.parametrize("answer, said", [
-    ((True, "", math.nan, {}), "the reward of interaction 'quiz' must be a finite number, got nan"),
-    ((False, None, 0, {}), "the text of interaction 'quiz' must be a str, got None"),
-])  # fmt: skip
-def test_a_bad_answer_of_a_simulated_user_is_named(play, answer, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        play("3", "4", task=quiz_task(Quiz(answer)), row=quiz_row())
-
-
 def test_which_interaction():
     quiz, chat = Quiz(), Quiz()
     chat.name = "chat"
@@ -640,7 +581,7 @@ def test_which_interaction():
     find = agent_loop.task_interaction
     assert find(SimpleNamespace(INTERACTIONS=[quiz]), {}) is quiz
     assert find(both, {"name": "chat"}) is chat
-    assert find(both, {}) is find(SimpleNamespace(), {}) is None
+    assert find(both, {}) is None
     with pytest.raises(BadInput, match="chess"):
         find(both, {"name": "chess"})
 
@@ -672,10 +613,6 @@ def test_args_may_be_any_object_with_a_budget_and_a_window(tokenizer):
     given = SimpleNamespace(max_response_tokens=50, max_model_len=None)
     args = SingleTurnLoop(None, tokenizer, None, None, given).args
     assert vars(args) == vars(LoopArgs(max_response_tokens=50))
-    assert len(vars(given)) == 2  # it is not changed itself
-    del given.max_model_len
-    with pytest.raises(TypeError, match="^SingleTurnLoop needs args .* lack .*max_model_len"):
-        SingleTurnLoop(None, tokenizer, None, None, given)
 
 
 def test_what_a_loop_sets_after_the_last_word_goes_to_the_output_that_has_it():
@@ -699,15 +636,3 @@ def test_what_a_loop_sets_after_the_last_word_goes_to_the_output_that_has_it():
     outputs = trajectory.outputs()
     assert [output.reward for output in outputs] == [None, 0.7]
     assert [output.truncated for output in outputs] == [False, True]
-
-
-# ---------------------------------------------------------------- user code
-
-
-@pytest.mark.parametrize("error", [StopIteration("over"), SystemExit(3)])
-def test_in_thread_brings_exceptions_back(error):
-    def fail():
-        raise error
-
-    with pytest.raises(RuntimeError, match=re.escape(repr(error))):
-        asyncio.run(asyncio.wait_for(agent_loop.in_thread(fail), HANGS))

@@ -46,7 +46,6 @@ FIRST = [OPENING, *ASKED_NOTES, NOTES + END]
 
 # name -> lines of the engine, settings, prompt and parts of each output, stop reason, compactions
 COMPACTIONS = {
-    "at so many tokens": ([SUM, NOTES, ANSWER], {}, [FIRST, [after(NOTES), DONE]], "stop", 1),
     "twice": (
         [SUM, NOTES, SUM, "Two.", ANSWER], {},
         [FIRST, [after(NOTES), *ASKED_NOTES, "Two." + END], [after("Two."), DONE]], "stop", 2,

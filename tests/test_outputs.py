@@ -1,7 +1,6 @@
 """What user code returns is checked where it comes in: a bad output costs its rollout, by name."""
 
 import asyncio
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,18 +10,6 @@ import rollout
 from agent_loop import AgentLoopBase, register
 from rollout import Context, Member, grade_rollout, run_agent_loop
 from train import Args
-
-# What is done to a good output, and what is said about it.
-SPOILT = {
-    "beyond the vocabulary": (
-        lambda output: output.response_ids.append(10**6),
-        "the token id 1000000 is not in [0, ",
-    ),
-    "not an output": (
-        lambda output: "2",
-        "Spoilt.run returned '2', not an AgentLoopOutput",
-    ),
-}
 
 
 @register("test_spoilt")
@@ -36,33 +23,37 @@ class Spoilt(AgentLoopBase):
         return row["spoil"](output) or output
 
 
-@pytest.fixture
-def play(tokenizer):
-    """play(spoil) -> the outputs of a rollout."""
+class Engine(Script):
+    version = property(lambda self: len(self.prompts))
 
-    def play(spoil):
-        engine = Script(tokenizer, ["2"])
-        engine.version = 1
-        engine.vocab_size = len(tokenizer)
-        engine.stop_token_ids = [tokenizer.eos_token_id]
-        args = Args(max_model_len=128)
-        context = Context(engine, SimpleNamespace(), tokenizer, None, args)
-        member = Member("train/0/0/0", prompt=0, sample=0, step=0, validate=False)
-        row = {"prompt": PROMPT, "agent_name": "test_spoilt", "spoil": spoil}
-        return asyncio.run(run_agent_loop(context, member, row, {}))
-
-    return play
+    def __init__(self, tokenizer, lines):
+        super().__init__(tokenizer, lines)
+        self.vocab_size = len(tokenizer)
+        self.stop_token_ids = [tokenizer.eos_token_id]
 
 
-@pytest.mark.parametrize("spoil, said", SPOILT.values(), ids=SPOILT)
-def test_a_bad_output_is_refused(play, spoil, said):
-    with pytest.raises((TypeError, ValueError), match=re.escape(said)):
-        play(spoil)
+def play(tokenizer, task, *lines, **row) -> list:
+    args = Args(max_model_len=4000, max_response_tokens=2000)
+    context = Context(Engine(tokenizer, lines), task, tokenizer, None, args)
+    member = Member("train/0/0/0", prompt=0, sample=0, step=0, validate=False)
+    return asyncio.run(run_agent_loop(context, member, {"prompt": PROMPT} | row, {}))
 
 
-def test_states_are_one_for_each_turn(play):
+def play_spoilt(tokenizer, spoil) -> list:
+    row = {"agent_name": "test_spoilt", "spoil": spoil}
+    return play(tokenizer, SimpleNamespace(), "2", **row)
+
+
+def test_a_bad_output_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"the token id 1000000 is not in \[0, "):
+        play_spoilt(tokenizer, lambda output: output.response_ids.append(10**6))
+    with pytest.raises(TypeError, match="Spoilt.run returned '2', not an AgentLoopOutput"):
+        play_spoilt(tokenizer, lambda output: "2")
+
+
+def test_states_are_one_for_each_turn(tokenizer):
     def grade(*states):
-        (output,) = play(lambda output: None)
+        (output,) = play_spoilt(tokenizer, lambda output: None)
         output.metrics["states"] = [*states]
         task = SimpleNamespace(reward=lambda output, row: 1.0)
         context = Context(None, task, None, None, Args(algo="gigpo"))
@@ -83,19 +74,10 @@ def test_the_first_exception_of_a_tool_is_printed_with_its_line(tokenizer, monke
         """
         return 1 / by
 
-    class Growing(Script):
-        vocab_size = len(tokenizer)
-        stop_token_ids = (tokenizer.eos_token_id,)
-        version = property(lambda self: len(self.prompts))
-
     monkeypatch.setattr(rollout, "PRINTED_TOOLS", set())
-    turn = "\n".join([call("divide", to=1), call("lend"), call("divide", by=0)])
+    turn = call("lend") + "\n" + call("divide", by=0)
     for _ in range(2):
-        task = SimpleNamespace(TOOLS=[divide])
-        args = Args(max_model_len=4000, max_response_tokens=2000)
-        context = Context(Growing(tokenizer, [turn, "ok"]), task, tokenizer, None, args)
-        member = Member("train/0/0/0", prompt=0, sample=0, step=0, validate=False)
-        asyncio.run(run_agent_loop(context, member, {"prompt": PROMPT}, {}))
+        play(tokenizer, SimpleNamespace(TOOLS=[divide]), turn, "ok")
     printed = capsys.readouterr().err
     assert printed.count("the tool 'divide' raised its first exception:") == 1
     assert f'"{__file__}", line {divide.__code__.co_firstlineno + 6}, in divide' in printed
