@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
-from transformers.utils import get_json_schema
 
 from flatrl.bad_input import BadInput
 from flatrl.user_code import clean
@@ -31,6 +30,8 @@ class Signature:
     CONFIG = {"coerce_numbers_to_str": True, "allow_inf_nan": False}
 
     def __init__(self, function: Callable):
+        from transformers.utils import get_json_schema  # --help need not wait for it
+
         self.name = getattr(function, "__name__", repr(function))
         try:
             self.schema = get_json_schema(function)

@@ -1,4 +1,4 @@
-"""Fixtures: a tiny random model (built once), and one real vLLM engine for the whole session.
+"""Fixtures: a tiny random model, one vLLM engine for the whole session, and whole runs.
 
 Nothing here imports torch until a test needs it: pytest-xdist's own process imports this, too."""
 
@@ -11,22 +11,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import asyncio
 import contextlib
-import importlib.util
 import json
-import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from pathlib import Path
 
+import psutil
 import pytest
-import zygote
-from zygote import HANGS, Forked, wait_for  # noqa: F401  (tests import them from here)
 
 REPO = Path(__file__).parent.parent
+HANGS = 300  # seconds after which something hangs: many times what a slow machine needs
 
 # For --engine_args: to write to the whole default cache of 1 GB takes long.
 SMALL_CACHE = json.dumps({"kv_cache_memory_bytes": 1 << 25})
@@ -39,14 +37,6 @@ REPLAY = [
     *["--tokens_per_micro_batch", "256", "--eval_every", "3", "--save_every", "2"],
 ]
 TINY = [*REPLAY, "--engine_args", SMALL_CACHE]
-
-# Our tests are parametrised over these, not over the registries, to which a fork may add.
-OUR_PRESETS = (
-    *("grpo", "ppo", "dapo", "drgrpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
-    *("remax", "opo", "gspo", "gmpo", "cispo", "sapo", "gigpo", "opd", "opsd", "sft"),
-)
-OUR_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo", "gigpo", "remax", "reinforce_pp", "gae")
-OUR_OBJECTIVES = ("ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce")
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +93,7 @@ def args(tiny_model):
     )
 
 
-# Engines other than the session's. Collecting one would destroy the process group of all.
+# Runs, and engines other than the session's: to collect one would destroy the process group.
 KEPT: list = []
 
 
@@ -145,10 +135,9 @@ def background():
 
 
 class Asked:
-    """A run's Stop, whose `requested` calls a function."""
+    """A run's Stop, which a test may tell by another `ask`."""
 
-    def __init__(self, ask):
-        self.ask = ask
+    ask = staticmethod(lambda: False)
 
     @property
     def requested(self) -> bool:
@@ -156,10 +145,10 @@ class Asked:
 
 
 def make_run(engine, background, task, tokenizer, args, processor=None, store=None):
-    """Returns the part of train.Run that rollout.py needs; `run.stopped` tells it to stop."""
+    """Returns the part of train.Run that rollout.py needs."""
     import torch.distributed as dist
 
-    run = types.SimpleNamespace(
+    return types.SimpleNamespace(
         engine=engine,
         background=background,
         task=task,
@@ -167,10 +156,8 @@ def make_run(engine, background, task, tokenizer, args, processor=None, store=No
         args=args,
         processor=processor,
         store=store or dist.HashStore(),
-        stopped=False,
+        stop=Asked(),
     )
-    run.stop = Asked(lambda: run.stopped)
-    return run
 
 
 def output_of(mask: list[int], prompt=(1, 2), ids=None, version=0, logprob=-1.0, **more):
@@ -232,14 +219,52 @@ def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
     return stepped(engine, background, *calls, return_exceptions=True)
 
 
-def clean_env() -> dict[str, str]:
-    """Returns this process's environment without the variables that its own engine needed.
+# ---------------------------------------------------------------- whole runs
 
-    Without PYTHONDONTWRITEBYTECODE, a run does not compile our modules again."""
+
+@pytest.fixture
+def train_here(engine, tiny_model, monkeypatch, capsys):
+    """Trains in this process, with the session's engine. Returns a function of flags.
+
+    It returns what the run has printed, and raises BadInput as train.main does."""
+    import train
+
+    def engine_of(model, args, *_):
+        monkeypatch.setattr(engine, "args", args)
+        return engine
+
+    setup = train.setup
+
+    def setup_and_keep(args):
+        KEPT.append(setup(args))  # otherwise its tasks would complain about their end
+        return KEPT[-1]
+
+    monkeypatch.chdir(REPO)
+    monkeypatch.setattr(train, "setup", setup_and_keep)
+    monkeypatch.setattr(train, "Engine", engine_of)
+    monkeypatch.setattr(train, "Stop", lambda store: Asked())  # handles no signals
+    monkeypatch.setattr(engine, "close", lambda: None)
+
+    def train_with(*flags) -> str:
+        args = train.parse_args(["--model", tiny_model, *map(str, flags)])
+        capsys.readouterr()
+        train.main(args)
+        return "".join(capsys.readouterr())
+
+    return train_with
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    """Where whole runs keep the models that tasks build."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def clean_env() -> dict[str, str]:
+    """Returns this process's environment without the variables that its own engine needed."""
     own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    own |= {"PYTHONDONTWRITEBYTECODE"}
-    env = {name: value for name, value in os.environ.items() if name not in own}
-    return env | {"OMP_NUM_THREADS": "1"}
+    own |= {"PYTHONDONTWRITEBYTECODE"}  # a run need not compile our modules again
+    return {name: value for name, value in os.environ.items() if name not in own}
 
 
 def free_port() -> int:
@@ -249,120 +274,73 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-ZYGOTE: list[tuple[subprocess.Popen, str]] = []  # the process and its cache, once started
+class Process(subprocess.Popen):
+    """A Python process, whose output goes to a file."""
 
+    def __init__(self, *words, **more):
+        self.output = tempfile.TemporaryFile("a+", errors="replace")
+        command = [sys.executable, *map(str, words)]
+        super().__init__(command, stdout=self.output, stderr=subprocess.STDOUT, **more)
 
-def start_zygote() -> None:
-    """Starts tests/zygote.py, once: our workers and runs find it by their environment."""
-    if "TESTS_ZYGOTE" in os.environ:
-        return
-    cache = tempfile.mkdtemp()  # Hugging Face reads its place at import
-    process = subprocess.Popen(
-        [sys.executable, "tests/zygote.py"],
-        cwd=REPO,
-        env=clean_env() | zygote.BEFORE | {"XDG_CACHE_HOME": cache},
-        start_new_session=True,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-    )
-    os.environ["TESTS_ZYGOTE"] = f"/proc/{os.getpid()}/fd/{process.stdin.fileno()}"
-    ZYGOTE.append((process, cache))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs):
-    start_zygote()  # one for all workers
-
-
-def pytest_collection_modifyitems(items):
-    """Puts whole runs first in each half of the tests, with which a worker of two begins.
-
-    They take longest. Short tests at the end keep both workers busy until then."""
-    half = len(items) // 2
-    for part in (slice(half), slice(half, None)):
-        items[part] = sorted(items[part], key=lambda item: "cache" not in item.fixturenames)
-
-
-def pytest_collection_finish(session):
-    if any("cache" in item.fixturenames for item in session.items):
-        start_zygote()  # its imports run on another core, beside the first tests
-
-
-def pytest_unconfigure():
-    for process, cache in ZYGOTE:
-        process.communicate()
-        shutil.rmtree(cache, ignore_errors=True)
-
-
-def file_of(module: str) -> str:
-    return importlib.util.find_spec(module).origin
+    def wait(self, timeout: float = HANGS) -> str:
+        """Returns what it has printed up to its end."""
+        super().wait(timeout)
+        self.output.seek(0)
+        return self.output.read()
 
 
 @contextlib.contextmanager
-def started(*flags: str, by: str = "fork", cache: Path, script: str = "train.py", **env: str):
-    """Starts a training process in a session of its own, which is killed at the end.
+def started(
+    *flags: str, by: str = "", cache: Path, script: str = "train.py", cwd: Path = REPO, **env: str
+):
+    """Starts a training process, which is killed at the end with all that it has started.
 
-    by: "fork" forks it from tests/zygote.py. "torchrun" and "forked accelerate" fork a launcher,
-    whose ranks are forks, too. The rank of "accelerate" is a new Python, as "python" is."""
+    by: its launcher, "accelerate" or "torchrun", with two ranks."""
+    launchers = {
+        "": [],
+        "accelerate": ["-m", "accelerate.commands.launch"],
+        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node=2"],
+    }
+    words = [*launchers[by], *(["--master_port", free_port()] if by == "torchrun" else [])]
     env = {name: str(value) for name, value in env.items()}
     env = clean_env() | {"XDG_CACHE_HOME": str(cache)} | env
-    accelerate = file_of("accelerate.commands.launch")
-    anew = "import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    forked = {
-        "fork": [],
-        "python": ["-u", "-c", anew],
-        "accelerate": [accelerate],
-        "forked accelerate": ["tests/forking.py", accelerate],
-        "torchrun": [
-            *["tests/forking.py", file_of("torch.distributed.run")],
-            *["--nproc_per_node", "2", "--master_port", free_port()],
-        ],
-    }
-    process = Forked(*forked[by], script, *flags, env=env, folder=cache.parent)
+    process = Process(*words, script, *flags, env=env, cwd=cwd)
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                each.kill()
+            process.wait()
 
 
 @contextlib.contextmanager
-def grouped(*flags: str, hosts: list[Path] = (REPO,), of_each: int | None = None, **more: str):
-    """Starts the ranks of a group, as launchers do: by default two, on hosts with a disk each."""
-    of_each = of_each or 2 // len(hosts)
-    group = {
-        "WORLD_SIZE": len(hosts) * of_each,
-        "LOCAL_WORLD_SIZE": of_each,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-    }
+def grouped(*flags: str, **more: str):
+    """Starts the two ranks of a group, as launchers do."""
+    group = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with contextlib.ExitStack() as stack:
         processes = []
-        for rank in range(group["WORLD_SIZE"]):
-            disk = hosts[rank // of_each]
-            disk.mkdir(exist_ok=True)
-            own = {"RANK": rank, "LOCAL_RANK": rank % of_each, "TESTS_START_IN": disk}
-            processes.append(stack.enter_context(started(*flags, **more, **group, **own)))
+        for rank in range(2):
+            rank = {"RANK": rank, "LOCAL_RANK": rank}
+            processes.append(stack.enter_context(started(*flags, **more, **group, **rank)))
         yield processes
 
 
-def run_all(*flags: str, by: str = "fork", code: int = 0, **more: str) -> list[str]:
-    """Returns the outputs of training processes, after checking their exit codes.
+def run(*flags: str, by: str = "", code: int = 0, **more: str) -> str:
+    """Returns the output of a training process, after checking its exit code.
 
-    by: as for `started`, or "ranks": those of `grouped`."""
+    by: as for `started`; or "ranks", those of `grouped`, of which the first one's is returned."""
     is_group = by == "ranks"
     with grouped(*flags, **more) if is_group else started(*flags, by=by, **more) as processes:
         processes = processes if is_group else [processes]
         outputs = [process.wait() for process in processes]
     codes = [process.returncode for process in processes]
     assert codes == [code] * len(processes), "\n".join(outputs)
-    return outputs
+    return outputs[0]
 
 
-def run(*flags: str, **more: str) -> str:
-    """Returns the output of the only or the main process of run_all."""
-    return run_all(*flags, **more)[0]
+# ---------------------------------------------------------------- what runs have written
 
 
 def rows_of(file: Path) -> list[dict]:
@@ -388,6 +366,20 @@ def metrics_of(folder: Path, timings: bool = False) -> list[dict]:
     ]
 
 
+def lines(file: Path) -> int:
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+# ---------------------------------------------------------------- time
+
+
+def wait_for(condition, seconds: float = HANGS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it hangs"
+        time.sleep(0.02)
+
+
 def time_passes(seconds: float = HANGS) -> None:
     """Moves the clock of the running event loop forward, so that deadlines expire.
 
@@ -405,12 +397,3 @@ async def too_late(*_, **__) -> None:
 
 async def for_ever() -> None:
     await asyncio.get_running_loop().create_future()
-
-
-def lines(file: Path) -> int:
-    return len(file.read_text().splitlines()) if file.exists() else 0
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import OUR_PRESETS, REPO, batch_with_rewards, output_of, rewards_of_tokens
+from conftest import REPO, batch_with_rewards, output_of, rewards_of_tokens
 
 import data
 import losses
@@ -27,7 +27,7 @@ def output(prompt: int, sample: int, mask: str, reward, segment: int = 0, **more
     return output_of([int(bit) for bit in mask], reward=reward, extra=extra, **more)
 
 
-@pytest.mark.parametrize("algo", OUR_PRESETS)
+@pytest.mark.parametrize("algo", PRESETS)
 def test_presets_are_flags_and_pass_the_checks(algo):
     assert set(PRESETS[algo]) <= set(PRESETS["grpo"]) <= set(vars(Args()))
     args = Args(algo=algo, ref_model="teacher" if algo == "opd" else None)

@@ -7,9 +7,20 @@ import dataclasses
 import json
 import signal
 
+import psutil
 import pytest
 import torch
-from conftest import HANGS, TINY, grouped, lines, metrics_of, output_of, rollouts_of, wait_for
+from conftest import (
+    HANGS,
+    TINY,
+    grouped,
+    lines,
+    metrics_of,
+    output_of,
+    rollouts_of,
+    started,
+    wait_for,
+)
 from conftest import make_run as stage
 from test_algos import output as output_with
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
@@ -363,18 +374,16 @@ def test_rollout_corrections_and_their_bounds(flags, correction):
 
 
 def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
+    """By torchrun, whose Ctrl-C ends all ranks, with the last step saved."""
     out, diary = tmp_path / "run", tmp_path / "diary"
     env = {"TINY_TASK_PAUSE": "0.2", "TINY_TASK_DIARY": diary}
     flags = [
         *[*TINY, "--agent", "slow_turns", "--num_steps", "1000", "--save_every", "2"],
+        *["--algo", "ppo", "--offload", "all", "--eval_every", "0"],
         *["--max_staleness", "1", "--oversample", "1.5", "--output_dir", out],
     ]
-    with grouped(*flags, cache=cache, **env) as ranks:
+    with grouped(*flags, cache=cache, **env):
         wait_for(lambda: lines(out / "metrics.jsonl") >= 4)
-        for process in ranks:
-            process.kill()
-        for process in ranks:
-            process.wait()
 
     def newest():
         return max((out / "checkpoints").glob("step_*/step.json"))
@@ -383,13 +392,14 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
     assert json.loads(newest().read_text())["next_prompt"] == 4 * resumed
 
     diary.write_text("")
-    with grouped(*flags, "--resume", cache=cache, **env) as ranks:
+    with started(*flags, "--resume", by="torchrun", cache=cache, **env) as launcher:
         # Or a later one: a busy machine may look only when this one is gone again.
         wait_for(lambda: int(newest().parent.name[5:]) >= resumed + 2)
-        for process in ranks:
-            process.send_signal(signal.SIGINT)  # groups are always under way
-        output, _ = (process.wait() for process in ranks)
-        assert [process.returncode for process in ranks] == [130, 130]
+        ranks = psutil.Process(launcher.pid).children()
+        assert len(ranks) == 2
+        launcher.send_signal(signal.SIGINT)  # groups are always under way
+        output = launcher.wait()
+        assert psutil.wait_procs(ranks, timeout=HANGS)[1] == []
     assert f"resuming after step {resumed}" in output and "stopping" in output
     rows = metrics_of(out)
     done = rows[-1]["step"]

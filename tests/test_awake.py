@@ -1,21 +1,18 @@
 """When the engine is awake: weights are synced once, and it sleeps after whatever fails."""
 
-import json
 import types
 
 import pytest
-from conftest import SMALL_CACHE, TINY, make_run, metrics_of, run
+from conftest import TINY, make_run, metrics_of
 from test_rollout import hf_model, make_rows
 
 import train
 from flatrl.processes import Stopped
 
 
-def test_a_rollout_after_an_evaluation_needs_no_sync(cache, tmp_path):
-    keeps_memory = json.dumps({"enable_sleep_mode": False} | json.loads(SMALL_CACHE))
+def test_a_rollout_after_an_evaluation_needs_no_sync(train_here, tmp_path):
     flags = [*TINY, "--eval_every", "2", "--num_steps", "3", "--lr", "1e-3", "--save_every", "0"]
-    flags += ["--engine_args", keeps_memory, "--offload", "all"]
-    run(*flags, "--output_dir", tmp_path / "run", cache=cache)
+    train_here(*flags, "--offload", "all", "--output_dir", tmp_path / "run")
     rows = metrics_of(tmp_path / "run", timings=True)[1:]
     # Sampled by the weights that are trained.
     assert all(row["rollout/logp_diff_max"] < 1e-4 for row in rows)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO, TINY, batch_with_rewards, metrics_of, rollouts_of, run
+from conftest import REPO, TINY, batch_with_rewards, metrics_of, rollouts_of
 from test_agent_loop import ANSWER, CALCULATOR, END, PROMPT, SUM, called, encode, tool_turn
 from test_algos import output
 from torch.testing import assert_close as close
@@ -151,11 +151,11 @@ def load(split):
 """
 
 
-def test_first_demonstrated_then_mixed_then_sampled(cache, tmp_path):
+def test_first_demonstrated_then_mixed_then_sampled(train_here, tmp_path):
     out = tmp_path / "run"
     (tmp_path / "shown.py").write_text(SHOWN)
     flags = [*TINY, "--task", tmp_path / "shown.py", "--imitation_steps", "2", "--num_steps", "3"]
-    printed = run(*flags, "--output_dir", out, cache=cache)
+    printed = train_here(*flags, "--output_dir", out)
     assert "failed_agent_loop in step 1, prompt 0" in printed
     assert "ended with 1 turns left to demonstrate" in printed
     _, first, second, third = metrics_of(out, timings=True)

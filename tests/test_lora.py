@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import TINY, metrics_of, run
+from conftest import TINY, metrics_of
 from fixed_batch import batch_of
 from test_rollout import hf_model
 from test_train import safetensors
@@ -75,14 +75,13 @@ def test_merged_weights_are_those_of_the_adapted_policy(
     assert torch.equal(scores_of(policy), found)
 
 
-def test_a_run_syncs_and_saves_merged_weights_and_its_adapter(cache, tiny_model, tmp_path):
+def test_a_run_syncs_and_saves_merged_weights_and_its_adapter(train_here, tiny_model, tmp_path):
     """For resuming, see test_sharding.py."""
     from peft import PeftModel
     from torch.distributed.checkpoint import FileSystemReader
 
     flags = ["--lora_rank", "4", "--kl_coef", "0.01", "--num_steps", "2", "--lr", "0.01"]
-    flags += ["--model", tiny_model, "--output_dir", tmp_path]
-    run(*TINY, *flags, cache=cache)
+    train_here(*TINY, *flags, "--output_dir", tmp_path)
     rows = metrics_of(tmp_path)
     assert all(row["rollout/logp_diff_max"] < 1e-4 for row in rows[1:])
     assert rows[1]["actor/kl"] < 1e-9 and rows[2]["actor/kl"] > 1e-4

@@ -277,7 +277,7 @@ def test_a_run_told_to_stop_does_not_wait_for_graders(pool_of):
 
     run = pool_of(reward, make_rows("x"), prompts_per_step=1, group_size=2)
     rollouts = run.pool.rollout(0)
-    run.stopped = True
+    run.stop.ask = lambda: True
     with pytest.raises(Stopped):
         wait_for_rewards(rollouts, run.background, run.stop)
     run.pool.end()

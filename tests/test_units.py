@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import OUR_PRESETS, batch_with_rewards, output_of
+from conftest import batch_with_rewards, output_of
 from torch.testing import assert_close as close
 
 import data
@@ -20,7 +20,7 @@ from flatrl import signals
 from flatrl.bad_input import BadReward
 from flatrl.metrics import describe, describe_eval
 from rollout import Rollouts, set_rewards
-from train import Args
+from train import PRESETS, Args
 
 MASKS = [
     *["1110011", "1111", "11010111011", "1"],
@@ -96,7 +96,7 @@ def gradient(outputs: list[AgentLoopOutput], columns: dict, args: Args) -> torch
     return logprobs.grad[mask.bool()]
 
 
-@pytest.mark.parametrize("algo", OUR_PRESETS)
+@pytest.mark.parametrize("algo", PRESETS)
 def test_a_rollout_cut_into_outputs_has_the_gradient_of_the_uncut_one(algo):
     rng = random.Random(0)
     outputs = whole(0)
