@@ -3,8 +3,6 @@
 from array import array
 from dataclasses import replace
 
-from agent_loop import AgentLoopOutput
-
 # Type codes of array.array: int32, int8, float64.
 TYPES = {
     "prompt_ids": "i",
@@ -40,8 +38,8 @@ class Numbers(array):
         return list(other) + self.tolist()
 
 
-def compact(output: AgentLoopOutput) -> AgentLoopOutput:
-    """Returns a copy of an output whose token lists are Numbers.
+def compact(output):
+    """Returns a copy of an AgentLoopOutput whose token lists are Numbers.
 
     It shares messages and images with the original. Raises as the output's constructor does.
     A response token then takes 17 bytes. In lists it takes up to 88, and every rank holds those

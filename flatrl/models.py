@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from agent_loop import chat_template, with_template_variables
 from flatrl.bad_input import need, refusing
-from flatrl.tools import tool_parser
+from flatrl.tools import call_format
 
 HEAD = "lm_head.weight"  # the output head's name in a checkpoint
 CHUNK = 4096  # columns of the vocabulary in a block of logits: fewer, larger steps on a GPU
@@ -205,8 +205,8 @@ def vocab_size(tokenizer) -> int:
 def load_tokenizer(args, task=None) -> tuple:
     """Returns the model's tokenizer and its processor (None for a text model).
 
-    task: a module, for whose TOOLS --tool_parser must fit the tokenizer. Raises BadInput if it does
-    not, or if args.model can't be trained here."""
+    task: a module. If it has TOOLS, args.tool_parser becomes the name of the parser that reads the
+    model's calls. Raises BadInput if there is none, or if args.model can't be trained here."""
     config = load_config(args)
     processor = load_processor(args, config)
     if processor:
@@ -218,7 +218,8 @@ def load_tokenizer(args, task=None) -> tuple:
         f"{args.model}: its tokenizer has more tokens than the vocab_size of its config.json",
     )
     if getattr(task, "TOOLS", None):
-        tool_parser(args.tool_parser, tokenizer)
+        templates = with_template_variables(tokenizer, args.chat_template_args)
+        args.tool_parser = call_format(templates, args.tool_parser).name
     return tokenizer, processor
 
 

@@ -20,6 +20,7 @@ from agent_loop import (
 )
 from flatrl.bad_input import check_types, need, refusing
 from flatrl.tables import prompt_order
+from flatrl.tools import call_format
 from flatrl.vision import load_image
 
 ROW_TYPES = {"extra_info": dict, "data_source": str, "demonstration": str | list | tuple}
@@ -90,6 +91,9 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     has_user = runs_tools and bool(getattr(task, "INTERACTIONS", None))
     for warning in template.check(prompt, schemas if runs_tools else [], has_user):
         warnings.warn(warning, stacklevel=2)
+    if runs_tools and schemas:
+        for warning in call_format(templates, args.tool_parser).check(schemas):
+            warnings.warn(warning, stacklevel=2)
     text = template.text(prompt, schemas, True)
     decoded = tokenizer.decode(template.render(prompt, schemas))
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))

@@ -5,12 +5,16 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from os.path import commonprefix
+from types import SimpleNamespace
 from typing import get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from flatrl.bad_input import BadInput
+from flatrl.chat_template import call_id, chat_template, function_call
 from flatrl.user_code import clean
 
 # ---------------------------------------------------------------- functions
@@ -90,33 +94,414 @@ def tool_text(value) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-# ---------------------------------------------------------------- tool calls in a turn's text
+def join_contents(contents, separator):
+    """Returns the contents of several messages as one. Each is a text or a list of parts.
+
+    If all are texts, the separator stands between them. Otherwise the result is a list of parts."""
+    if all(isinstance(content, str) for content in contents):
+        return separator.join(contents)
+    parts = []
+    for content in contents:
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
+
+
+def shorten(text: str, limit: int, side: str, tokenizer) -> str:
+    """Cuts a long text to `limit` tokens, with "..." for the rest.
+
+    side: the part that is kept, as in verl: "left" keeps the start, "right" the end, and
+    "middle" both."""
+    text = clean(text)
+    if len(text.encode()) <= limit:  # a token has at least one byte
+        return text
+    # Tokenising a huge text is slow, so its middle is cut out first.
+    n_kept = 64 * limit  # characters at either end
+    if len(text) > 2 * n_kept:
+        text = f"{text[:n_kept]}...{text[-n_kept:]}"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) <= limit:
+        return text
+    n_heads = {"left": limit, "middle": (limit + 1) // 2, "right": 0}
+    n_head = n_heads[side]
+    n_tail = limit - n_head
+    head = tokenizer.decode(ids[:n_head])
+    tail = tokenizer.decode(ids[len(ids) - n_tail :])
+    return f"{head}...{tail}"
+
+
+# ---------------------------------------------------------------- probe calls
+
+
+def _schema(name, **types):
+    """Returns the schema of a made-up tool."""
+    properties = {key: {"type": kind, "description": key} for key, kind in types.items()}
+    parameters = {"type": "object", "properties": properties, "required": []}
+    function = {"name": name, "description": name, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+NAME = "probe_look"
+SCHEMAS = [
+    _schema(NAME, q="string", n="integer", on="boolean", x="number", o="object"),
+    _schema("probe_now"),
+]
+CALL = (NAME, {"q": "Zq1"})
+MIXED = (NAME, {"q": 'ü\n"1" Zq1', "on": True, "x": 0.5, "o": {"a": [1, None]}})
+# A turn of the assistant: the text before its calls, and the calls.
+PROBES = {
+    "a call": ("", [CALL]),
+    "a number": ("", [(NAME, {"n": 3})]),
+    "arguments of all types": ("", [MIXED]),
+    "a call without arguments": ("", [("probe_now", {})]),
+    "two calls in a turn": ("", [CALL, (NAME, {"q": "Zq2", "n": 2})]),
+    "a text beside a call": ("Beside.", [CALL]),
+}
+# Of parsers that read equally many probes, the first is taken. Those in LAST read other models'
+# formats as well.
+FIRST = ["hermes", "qwen3_coder"]
+LAST = ["hunyuan_a13b", "llama3_json", "llama4_json"]
+TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]{3,}\]")
+# A call without "arguments", such as {"name": "now"}, which most parsers reject.
+WITHOUT_ARGUMENTS = re.compile(r'(\{\s*"name"\s*:\s*"[^"\\]*"\s*)\}')
+MALFORMED = "the tool call is not complete and well-formed"
+
+
+class CallFormat:
+    """How a model writes tool calls. Its chat template writes probe calls; a parser reads them.
+
+    tokenizer: with the variables of the template. name: a parser of `vllm serve
+    --tool-call-parser`, "template" (`TemplateParser`), or "auto": the first of all parsers that
+    reads most probes. Afterwards `name` is that of the parser, and `lost` lists the probes that it
+    does not read.
+
+    Raises BadInput if there is no such parser, and if it does not fit the tokenizer."""
+
+    def __init__(self, tokenizer, name: str = "auto"):
+        self.tokenizer = tokenizer
+        self.template = chat_template(tokenizer)
+        self.name = None
+        self.parser = None
+        self.turns = {}  # name of a probe -> the turn as the template writes it
+        self.id_start = None  # what precedes the id of a call, if the template writes ids
+        self.channel = None  # the token with which a message in a channel begins (gpt-oss)
+        if self.template.channel:
+            self.channel = self.template.channel[0]
+        read = []
+        for turns, id_start in self._forms():
+            self.turns = self.turns or turns
+            for parser_name, parser in self._parsers(name, turns):
+                found = [probe for probe in turns if _reads(parser, turns[probe], probe)]
+                if len(found) > len(read) and found != ["a call without arguments"]:
+                    read = found
+                    self.name = parser_name
+                    self.parser = parser
+                    self.turns = turns
+                    self.id_start = id_start
+                if len(read) == len(turns):
+                    break
+            if "a call" in read:
+                break
+        self.lost = [probe for probe in self.turns if probe not in read]
+        if self.parser is None:
+            self._take_unread("hermes" if name == "auto" else name, self.turns)
+        self._learn_tags()
+
+    def _take_unread(self, name, turns):
+        """Takes a parser although it reads no probe. Raises BadInput if there is none."""
+        try:
+            if name == "template":
+                self.parser = TemplateParser(turns, self.opening_of(turns))
+            else:
+                self.parser = vllm_parser(name, self.tokenizer)
+            self.parser.extract_tool_calls("", _request("[]"))  # some need vLLM's own server
+        except Exception as error:
+            names = ", ".join(["auto", "template", *registered_parsers()])
+            raise BadInput(
+                f"--tool_parser {name} can't read this model's calls ({error!r:.200}): choose "
+                f"from {names}"
+            ) from None
+        self.name = name
+
+    def _forms(self) -> Iterator[tuple]:
+        """Yields the probes as the template writes them, and what precedes the id of a call.
+
+        Some templates want arguments as JSON texts. Kimi's writes an id in place of a name."""
+        nine_digits = "00000100{}"
+        named = f"functions.{NAME}:{{}}"
+        for form, number_as in ((dict, nine_digits), (json.dumps, nine_digits), (dict, named)):
+            turns = {}
+            for probe, (content, calls) in PROBES.items():
+                made = []
+                for number, (name, arguments) in enumerate(calls):
+                    made.append(function_call(number_as.format(number), name, form(arguments)))
+                with suppress(Exception):  # templates raise whatever they like
+                    turns[probe] = self._turn(content, made)
+            if "a call" in turns:
+                before, found, _ = turns["a call"].partition(number_as.format(0))
+                yield turns, before[-8:] if found else None
+
+    def _turn(self, content, calls):
+        """Returns a turn with calls as the model samples it. Raises ValueError if one is hidden.
+
+        It begins where the chat differs from one with an ordinary answer."""
+
+        def text(*turn, prompt=False):
+            chat = [{"role": "user", "content": "Zask"}, *turn]
+            return self.template.text(chat, SCHEMAS, prompt)
+
+        called = text({"role": "assistant", "content": content, "tool_calls": calls})
+        others = [text({"role": "assistant", "content": "Zanswer"})]
+        asked = text(prompt=True)
+        if content:
+            others.append(asked)
+        start = len(commonprefix([called, *others]))
+        start -= len(re.search(r"[<\[][^<>\[\]\s]*$|$", called[:start])[0])  # not within a tag
+        header = asked[len(commonprefix([asked, text()])) :]
+        if header and header in called[start:]:  # Llama 4: white space before the header differs
+            start = called.index(header, start) + len(header)
+
+        names = [call["function"]["name"] for call in calls]
+        last = max(called.index(word, start) for word in names + re.findall(r"Zq\d", str(calls)))
+        last = max(last, *(called.rfind(name) for name in names))
+        end = len(called)
+        for stop in self.template.stops:
+            found = called.find(self.tokenizer.decode([stop]), last)
+            if found >= 0:
+                end = min(end, found)
+        return called[start:end].rpartition(self.template.think_end)[2]
+
+    def _parsers(self, name, turns) -> Iterator[tuple]:
+        """Yields (name, parser): the named one or, for auto, each that fits the tokenizer."""
+        names = [name]
+        if name == "auto":
+            others = [each for each in registered_parsers() if each not in FIRST + LAST]
+            names = [*FIRST, *others, *LAST, "template"]
+        kinds = set()
+        vocabulary = self.tokenizer.get_vocab()
+        self.tokenizer.get_vocab = lambda: vocabulary  # each parser asks for it, at 0.1 s
+        try:
+            for each in names:
+                parser = None
+                with suppress(Exception):  # most refuse a tokenizer without their tokens
+                    if each == "template":
+                        parser = TemplateParser(turns, self.opening_of(turns))
+                    else:
+                        parser = vllm_parser(each, self.tokenizer)
+                if parser and type(parser) not in kinds:
+                    kinds.add(type(parser))
+                    yield each, parser
+        finally:
+            del self.tokenizer.get_vocab
+
+    # -- calls that are not well-formed
+
+    def _learn_tags(self):
+        """Sets `opening`, `closing` and `completes`, by which malformed calls are found."""
+        tag = getattr(self.parser, "tool_call_start_token", None)
+        self.opening = None
+        if len(self.lost) < len(self.turns):
+            self.opening = self.opening_of(self.turns)
+        elif tag:
+            self.opening = lambda names: re.compile(re.escape(tag))
+        self.closing = None  # the last tag of a call, if a parser reads calls without it
+        if not self.turns:
+            return
+        # Some templates write the text beside a call behind it.
+        ends = [turn[::-1] for probe, turn in self.turns.items() if probe != BESIDE]
+        tags = TAG.findall(commonprefix(ends)[::-1])
+        if tags and self._completes():
+            self.closing = tags[-1]
+
+    def _completes(self):
+        """Returns whether the parser reads calls that were cut, with other arguments."""
+        for probe in {"a call", "arguments of all types"} - {*self.lost}:
+            turn = self.turns[probe]
+            _, (called,) = read_calls(self.parser, turn, SCHEMAS)
+            for end in range(turn.index(NAME), len(turn)):
+                _, calls = read_calls(self.parser, turn[:end], SCHEMAS)
+                if calls and calls[0]["arguments"] != called["arguments"]:
+                    return True
+        return False
+
+    def opening_of(self, turns):
+        """Returns a function of tools' names that gives a pattern for the start of a call.
+
+        It is the first tag that only calls have or, in a format without tags, what stands before
+        and after a tool's name."""
+        texts = [text.partition("probe_")[0] for probe, text in turns.items() if probe != BESIDE]
+        opening = commonprefix(texts)
+        others = {self.template.think_start, self.template.think_end}
+        others |= {self.tokenizer.decode([stop]) for stop in self.template.stops}
+        tags = [tag for tag in TAG.findall(opening) if tag not in others]
+        if tags:
+            return lambda names: re.compile(re.escape(tags[0]))
+        after = turns["a call"].partition(NAME)[2].lstrip()[:1]
+
+        def pattern(names):
+            any_name = "|".join(map(re.escape, names)) or "(?!)"
+            return re.compile(rf"{_loose(opening)}\s*(?:{any_name})\s*{re.escape(after)}")
+
+        return pattern
+
+    # -- reading
+
+    def parse(self, text: str, schemas: list[dict]) -> tuple[str, list[dict]]:
+        """Returns (the text outside of calls, [{"name", "arguments", "error"}, ...]).
+
+        See `parse_tool_calls`."""
+        names = [schema.get("function", {}).get("name", "") for schema in schemas]
+        starts = [*self.opening(names).finditer(text)] if self.opening else []
+        malformed = {"name": "", "arguments": {}, "error": MALFORMED}
+        last = starts[-1].start() if starts else len(text)
+        if starts and self.closing and self.closing not in text[last:]:
+            content, calls = self.parse(text[:last], schemas)  # those before the one that was cut
+            return content, [*calls, malformed]
+        content, calls = read_calls(self.parser, text, schemas)
+        completed = WITHOUT_ARGUMENTS.sub(r'\1, "arguments": {}}', text)
+        if not calls and completed != text:
+            content, calls = read_calls(self.parser, completed, schemas)
+        if calls is None or (starts and not calls):
+            return text, [malformed]
+        if self.channel:
+            content = content.partition(self.channel)[0]
+        ids = []
+        if self.id_start:
+            ids = re.findall(re.escape(self.id_start) + r"([\w.:-]+)", text)
+        if len(ids) == len(calls):
+            calls = [call | {"id": call_id} for call, call_id in zip(calls, ids)]
+        return content, calls
+
+    def check(self, schemas: list[dict]) -> Iterator[str]:
+        """Tries the names of tools. Yields warnings. Raises BadInput if calls are not read."""
+        if not self.turns:
+            yield (
+                "the chat template writes no tool calls, so the prompt has to describe them, in "
+                f"the format of --tool_parser {self.name}"
+            )
+            return
+        if len(self.lost) == len(self.turns):
+            raise BadInput(
+                f"--tool_parser {self.name} does not read the calls that the chat template writes: "
+                f"{self.turns['a call']!r:.200}"
+            )
+        if self.lost:
+            yield f"--tool_parser {self.name} does not read {', '.join(self.lost)}"
+        if "a call" in self.lost:
+            return
+        probe = SCHEMAS[0]["function"]
+        for schema in schemas:
+            name = schema["function"]["name"]
+            renamed = {"type": "function", "function": probe | {"name": name}}
+            turn = self.turns["a call"].replace(NAME, name)
+            _, calls = read_calls(self.parser, turn, [renamed])
+            if not calls or (calls[0]["name"], calls[0]["arguments"]) != (name, CALL[1]):
+                raise BadInput(
+                    f"--tool_parser {self.name} does not read calls of the tool {name!r}: rename it"
+                )
+
+
+BESIDE = "a text beside a call"
+
+
+def _loose(text):
+    """Returns a pattern for a text, with any white space where the text has some."""
+    return r"\s*".join(map(re.escape, text.split()))
+
+
+def _reads(parser, turn, probe):
+    """Returns whether a parser gives a probe back, with its types and the text around it."""
+    content, calls = read_calls(parser, turn, SCHEMAS)
+    said, made = PROBES[probe]
+    read = [(call["name"], call["arguments"]) for call in calls or ()]
+    # As JSON, where True is not 1.
+    same = json.dumps(read, sort_keys=True) == json.dumps(made, sort_keys=True)
+    return same and content.strip() in ("", said)
+
+
+class TemplateParser:
+    """Reads calls whose arguments are JSON as the template writes them, like a parser of vLLM's.
+
+    A call is what precedes a name in the probes, the name, anything, and the arguments.
+
+    turns: the probes. opening: as from `CallFormat.opening_of`. Raises ValueError if arguments are
+    not JSON."""
+
+    def __init__(self, turns: dict[str, str], opening):
+        if '{"q": "Zq1"}' not in turns["a call"]:
+            raise ValueError("the arguments are not JSON")
+        self.opening = opening
+        heads = [turns["a call"].partition(NAME)[0]]
+        two = turns.get("two calls in a turn")
+        if two:  # the second call of a list starts otherwise, and ids differ
+            heads.append(two.rpartition(NAME)[0])
+        head = commonprefix([head[::-1] for head in heads])[::-1].lstrip('", ')
+        self.call = re.compile(_loose(head) + r"([\w.-]+)[^{}]{0,80}?(?=\{)")
+
+    def extract_tool_calls(self, text: str, request):
+        """Returns what vLLM's parsers return. Raises ValueError for a malformed call."""
+        opening = self.opening([tool.function.name for tool in request.tools or ()])
+        first = opening.search(text)
+        if not first:
+            return SimpleNamespace(tools_called=False, tool_calls=[], content=text)
+        calls = []
+        place = first.start()
+        while found := self.call.search(text, place):
+            arguments, place = json.JSONDecoder(strict=False).raw_decode(text, found.end())
+            function = SimpleNamespace(name=found[1], arguments=json.dumps(arguments))
+            calls.append(SimpleNamespace(function=function))
+        if not calls or opening.search(text, place):
+            raise ValueError("a tool call lacks its name or its arguments")
+        content = text[: first.start()]
+        return SimpleNamespace(tools_called=True, tool_calls=calls, content=content)
+
+
+# ---------------------------------------------------------------- reading calls
 
 
 @functools.cache
-def tool_parser(name: str, tokenizer):
-    """Returns the parser that `vllm serve --tool-call-parser` selects by this name.
+def call_format(tokenizer, name: str) -> CallFormat:
+    """Returns the tokenizer's CallFormat, which is made once."""
+    return CallFormat(tokenizer, name)
 
-    Raises BadInput if there is none, if the tokenizer lacks the tokens of its format, or if
-    it can't parse plain text."""
-    from vllm.tool_parsers import ToolParserManager
 
+def parse_tool_calls(
+    text: str, parser_name: str, tokenizer, schemas: list[dict]
+) -> tuple[str, list[dict]]:
+    """Returns (the text outside of tool calls, [{"name", "arguments", "error"}, ...]).
+
+    arguments is a dict. error is None, or tells the model why the call can't be executed. A call
+    that the parser does not recognise becomes one with the name "" and an error. If the policy gave
+    ids, the calls have an "id", too."""
+    return call_format(tokenizer, parser_name).parse(text, schemas)
+
+
+def read_calls(parser, text: str, schemas: list[dict]) -> tuple[str, list[dict] | None]:
+    """Returns what a parser reads: as `parse_tool_calls`, but None for calls if it raises."""
     try:
-        parser = ToolParserManager.get_tool_parser(name)(tokenizer)
-        parser.extract_tool_calls("", _parser_request("[]"))
-    except Exception as error:
-        names = ", ".join(sorted(ToolParserManager.list_registered()))
-        raise BadInput(
-            f"--tool_parser {name} can't read this model's calls ({error!r}): choose from {names}"
-        ) from None
-    # The model reads what is wrong with its call, so vLLM need not log a traceback.
-    logger = logging.getLogger(parser.extract_tool_calls.__module__)
-    logger.addFilter(lambda record: False)
-    return parser
+        parsed = parser.extract_tool_calls(text, _request(json.dumps(schemas)))
+    except Exception:  # some texts of a model make some parsers raise
+        return text, None
+    if not parsed.tools_called:
+        return text, []
+    calls = []
+    for each in parsed.tool_calls:
+        arguments = {}
+        error = None
+        try:
+            arguments = json.loads(each.function.arguments or "{}") or {}
+            # JSON may escape half of a character ("\\ud83d"), which no file takes.
+            arguments = json.loads(clean(json.dumps(arguments, ensure_ascii=False)))
+        except (ValueError, RecursionError) as problem:
+            error = f"wrong arguments: {problem}"
+        if not isinstance(arguments, dict):
+            arguments = {}
+            error = "wrong arguments: they must be a JSON object"
+        calls.append({"name": each.function.name, "arguments": arguments, "error": error})
+    return parsed.content or "", calls
 
 
 @functools.cache
-def _parser_request(schemas):
+def _request(schemas):
     """Returns a chat request for `extract_tool_calls`, because some parsers read tools from it.
 
     schemas: the tools' schemas, as a JSON list so that requests can be cached."""
@@ -128,74 +513,36 @@ def _parser_request(schemas):
     )
 
 
-# A tool call without "arguments", such as {"name": "now"}, which most parsers reject.
-WITHOUT_ARGUMENTS = re.compile(r'(\{\s*"name"\s*:\s*"[^"\\]*"\s*)\}')
-MALFORMED = "the tool call is not valid JSON with name and arguments"
+def registered_parsers() -> list[str]:
+    """Returns the names of vLLM's parsers."""
+    from vllm.tool_parsers import ToolParserManager
+
+    return ToolParserManager.list_registered()
 
 
-def parse_tool_calls(
-    text: str,
-    parser_name: str,
-    tokenizer,
-    schemas: list[dict],
-) -> tuple:
-    """Returns (the text outside of tool calls, [{"name", "arguments", "error"}, ...]).
+def vllm_parser(name: str, tokenizer):
+    """Returns the parser that `vllm serve --tool-call-parser` selects by this name.
 
-    arguments is a dict. error is None, or tells the model why the call can't be executed. A
-    call that the parser does not recognise becomes one with the name "" and an error."""
-    parser = tool_parser(parser_name, tokenizer)
-    malformed = {"name": "", "arguments": {}, "error": MALFORMED}
-    completed = WITHOUT_ARGUMENTS.sub(r'\1, "arguments": {}}', text)
-    try:
-        request = _parser_request(json.dumps(schemas))
-        parsed = parser.extract_tool_calls(text, request)
-        if not parsed.tools_called and completed != text:
-            parsed = parser.extract_tool_calls(completed, request)
-    except Exception:  # some texts make some parsers raise, and a client may send any schema
-        return text, [malformed]
-    if parsed.tools_called:
-        return parsed.content or "", [_read_call(each.function) for each in parsed.tool_calls]
-    # A start token shows that the model tried to call a tool. Not all parsers have one.
-    start = getattr(parser, "tool_call_start_token", None)
-    return text, [malformed] if start and start in text else []
+    Raises whatever it raises if it is unknown, or if the tokenizer lacks tokens of its format."""
+    from vllm.tool_parsers import ToolParserManager
 
-
-def _read_call(function):
-    """Returns a parsed call with its arguments as a dict. Those that are missing or null are {}."""
-    arguments = {}
-    error = None
-    try:
-        arguments = json.loads(function.arguments or "{}") or {}
-        # JSON may escape half of a character ("\\ud83d"), which no file takes.
-        arguments = json.loads(clean(json.dumps(arguments, ensure_ascii=False)))
-    except (ValueError, RecursionError) as problem:
-        error = f"wrong arguments: {problem}"
-    if not isinstance(arguments, dict):
-        arguments = {}
-        error = "wrong arguments: they must be a JSON object"
-    return {"name": function.name, "arguments": arguments, "error": error}
+    parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+    # The model reads what is wrong with its call, so vLLM need not log a traceback.
+    for module in ("vllm.tool_parsers", "vllm.parser"):
+        for logger in [*logging.root.manager.loggerDict]:
+            if logger.startswith(module):
+                logging.getLogger(logger).disabled = True
+    return parser
 
 
 def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
     """Sets content and tool_calls of an assistant's message, in place.
 
     content, calls: as from `parse_tool_calls`. turn: the number of the assistant's turn, for
-    the ids of the calls."""
+    the ids of calls to which the policy gave none."""
     message["content"] = content
-    message["tool_calls"] = [
-        function_call(call_id(turn, number), tool_call["name"], tool_call["arguments"])
-        for number, tool_call in enumerate(calls)
-    ]
-
-
-def call_id(turn: int, number: int) -> str:
-    """Returns the id of a tool call: nine characters, as Mistral's template requires.
-
-    turn: the number of the assistant's turn. number: that of the call within the turn."""
-    return f"{turn:06d}{number:03d}"
-
-
-def function_call(call_id: str, name: str, arguments: dict) -> dict:
-    """Returns a tool call for an assistant's message, in the form that chat templates read."""
-    function = {"name": name, "arguments": arguments}
-    return {"type": "function", "id": call_id, "function": function}
+    message["tool_calls"] = []
+    for number, tool_call in enumerate(calls):
+        tool_call["id"] = tool_call.get("id") or call_id(turn, number)
+        made = function_call(tool_call["id"], tool_call["name"], tool_call["arguments"])
+        message["tool_calls"].append(made)

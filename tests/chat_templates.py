@@ -1,8 +1,8 @@
-"""Chat templates of fourteen models, rebuilt in small, with their special tokens and stop ids.
+"""Chat templates of eight models, rebuilt in small, with their special tokens and stop ids.
 
 They raise, trim, drop and rewrite like the originals, and write calls, answers, reasoning and
-dates in the same places. Only the fixed instructions about tools are shorter, and gpt-oss gets
-the tools' schemas as JSON instead of TypeScript.
+dates in the same places. Only the fixed instructions about tools are shorter. KINDS has templates
+of one unusual habit each.
 """
 
 # ruff: noqa: E501  a line of a template is a line
@@ -128,29 +128,6 @@ LLAMA31 = r"""
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
 """
 
-# The same, but the date is today's.
-LLAMA32 = LLAMA31.replace("= '26 Jul 2024'", "= strftime_now('%d %b %Y')")
-
-# Raises unless roles alternate, so there is no tool role. The system prompt becomes part of the
-# first question. Trims contents. Every question begins with BOS. There is no generation prompt.
-LLAMA2 = r"""
-{%- set system = '' %}
-{%- if messages[0].role == 'system' %}
-    {%- set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}{%- set messages = messages[1:] %}
-{%- endif %}
-{%- for m in messages %}
-    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
-    {%- set content = (system if loop.first else '') + m.content %}
-    {%- if m.role == 'user' %}
-        {{- bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
-    {%- elif m.role == 'system' %}
-        {{- '<<SYS>>\n' + content.strip() + '\n<</SYS>>\n\n' }}
-    {%- elif m.role == 'assistant' %}
-        {{- ' ' + content.strip() + ' ' + eos_token }}
-    {%- endif %}
-{%- endfor %}
-"""
-
 # Tools stand before the LAST question. The system prompt is written only if the last message is a
 # question, and in that one. Raises unless ids of calls, which are shown, have nine characters.
 # Drops the text beside a call. There is no generation prompt.
@@ -182,30 +159,6 @@ MISTRAL03 = r"""
         {{- raise_exception('Only user and assistant roles are supported, with the exception of an initial optional system message!') }}
     {%- endif %}
 {%- endfor %}
-"""
-
-# Raises for a system prompt, and unless roles alternate. Trims contents.
-GEMMA2 = r"""
-{{- bos_token }}
-{%- set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
-{%- if system %}{{- raise_exception('System role not supported') }}{%- endif %}
-{%- for m in messages %}
-    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
-    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (system if loop.first else '') + m.content | trim + '<end_of_turn>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
-"""
-
-# The same, but the system prompt becomes part of the first question.
-GEMMA3 = GEMMA2.replace(
-    "{{- raise_exception('System role not supported') }}", "{%- set messages = messages[1:] %}"
-)
-
-# Silently drops tools, calls and messages of tools. Without a generation prompt, the chat ends with
-# EOS, which disappears when messages follow.
-PHI3 = r"""
-{%- for m in messages if m.role in ('system', 'user', 'assistant') %}{{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endfor %}
-{{- '<|assistant|>\n' if add_generation_prompt else eos_token }}
 """
 
 # Drops all reasoning. Writes calls only if the content is None, and raises unless their arguments
@@ -284,11 +237,6 @@ CHATML = r"""
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
-
-# The same, with a default system prompt if the chat has none.
-SMOLLM2 = r"""
-{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{%- endif %}
-""" + CHATML.lstrip("\n")
 
 # A call ends with <|call|>, the last answer with <|return|>, an earlier one with <|end|>. Silently
 # drops all calls of a message but the first. Reads reasoning from `thinking`, and drops it except
@@ -371,9 +319,6 @@ THINK = CALL + " <tool_response> </tool_response> <think> </think>"
 LLAMA3 = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>"
 LLAMA3_STOPS = "<|eot_id|> <|eom_id|> <|end_of_text|>"
 MISTRAL3 = "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
-GEMMA = "<bos> <eos> <start_of_turn> <end_of_turn>"
-PHI = "<s> <|endoftext|> <|assistant|> <|system|> <|end|> <|user|>"
-PHI_STOPS = "<|endoftext|> <|assistant|> <|end|>"
 R1_BOS = "<｜begin▁of▁sentence｜>"
 R1_EOS = "<｜end▁of▁sentence｜>"
 R1_MARKUP = "<｜User｜> <｜Assistant｜> <think> </think>"
@@ -387,18 +332,30 @@ FAMILIES = {
     "qwen2.5": Family(QWEN25, IM, IM_STOPS, markup=CALL),
     "qwen3": Family(QWEN3, IM, IM_STOPS, markup=THINK),
     "llama3.1": Family(LLAMA31, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
-    "llama3.2": Family(LLAMA32, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
-    "llama2": Family(LLAMA2, "<s> </s>", "</s>", bos="<s>"),
     "mistral0.3": Family(MISTRAL03, MISTRAL3, "</s>", bos="<s>"),
-    "gemma2": Family(GEMMA2, GEMMA, "<eos> <end_of_turn>", "<end_of_turn>", bos="<bos>"),
-    "gemma3": Family(GEMMA3, GEMMA, "<eos> <end_of_turn>", "<end_of_turn>", bos="<bos>"),
-    "phi3": Family(PHI3, PHI, PHI_STOPS, "<|end|>", bos="<s>"),
     "deepseek-r1": Family(DEEPSEEK_R1, R1_BOS + " " + R1_EOS, R1_EOS, bos=R1_BOS, markup=R1_MARKUP),
     "glm4": Family(GLM4, GLM, GLM_STOPS, "<|user|>", "<|observation|>", markup=GLM_MARKUP),
     # A base model, whose EOS token is not the token that ends a turn in the template.
     "chatml-base": Family(CHATML, IM, "<|endoftext|>", "<|im_end|>"),
-    "smollm2": Family(SMOLLM2, IM, "<|im_end|>"),
     "gpt-oss": Family(GPT_OSS, OSS, OSS_STOPS, call_end="<|call|>"),
+}
+
+
+# What each template says of a message m; BODY has the rest. The policy's turns end with <|im_end|>.
+BODY = "{{- '<|im_start|>' + m.role + '\n' + SAID + '<|im_end|>\n' }}"
+CHAT = "{%- for m in messages %}" + BODY + "{%- endfor %}"
+PROMPTS = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+CALLS = "(m.tool_calls | default([], true) | tojson if m.tool_calls else '')"
+KINDS = {
+    # Cohere numbers all calls and their results.
+    "numbers messages": "loop.index | string + m.content + " + CALLS,
+    # Gemma 4 shows reasoning beside calls alone.
+    "a thought beside calls": "(m.reasoning_content | default('', true) if m.tool_calls else '')"
+                              " + m.content + " + CALLS,
+    # Mistral Small 3.2, Nemo and Solar hide a text beside a call.
+    "hides text": f"({CALLS} or m.content)",
+    # functionary writes arguments as Python does.
+    "arguments by repr": "m.content + (m.tool_calls | string if m.tool_calls else '')",
 }
 
 

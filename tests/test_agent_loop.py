@@ -318,7 +318,7 @@ def raw_call(text: str) -> str:
 # name: (what the model says, what the tool "notes" answers, what the model reads)
 ERRORS = {
     "unknown tool": (call("subtract", a=1), None, r"subtract.*ask"),
-    "malformed JSON": (raw_call('{"name": "ask", "arguments": {"a": 1'), None, "JSON"),
+    "malformed JSON": (raw_call('{"name": "ask", "arguments": {"a": 1'), None, "well-formed"),
     "a missing argument": (call("ask", n=1), None, "ask: missing a required argument: 'function'"),
     "raises": (call("notes"), OSError("the disk is full"), "the disk is full"),
     "exits": (call("notes"), SystemExit(3), r"SystemExit\(3\)"),
@@ -335,7 +335,7 @@ def test_a_failed_call_is_a_message_and_a_counter(play, turn, answer, said):
     assert_response(output, engine, turn + END, tool_turn(content), "sorry" + END)
     name = re.search(r'"name": "(\w+)"', turn)[1]
     expected = {"tool_calls": 1, "tool_errors": 1, "tool_calls/ask": 0, "tool_calls/notes": 0}
-    if f"tool_calls/{name}" in expected and "JSON" not in said:
+    if f"tool_calls/{name}" in expected and "formed" not in said:
         expected |= {f"tool_calls/{name}": 1, f"tool_errors/{name}": 1}
     if name == "notes":  # the other calls are wrong themselves
         expected["tool_exceptions/notes"] = 1

@@ -3,12 +3,14 @@
 import copy
 import logging
 
+import chat_templates
 import pytest
 from tokenizers import AddedToken
 
 from agent_loop import BadInput, as_tool, parse_tool_calls, split_reasoning
 from examples import calculator
-from flatrl.tools import tool_parser
+from flatrl.tools import PROBES, CallFormat, set_tool_calls
+from flatrl.tools import SCHEMAS as PROBED
 
 SCHEMAS = [as_tool(calculator.calculator).schema]
 TOKENS = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
@@ -42,7 +44,80 @@ def test_formats(wide, name, before, after):
 def test_parsers_that_can_not_be_used(wide):
     for name in ("openai", "herms"):
         with pytest.raises(BadInput, match=f"--tool_parser {name} .*hermes"):
-            tool_parser(name, wide)
+            CallFormat(wide, name)
+
+
+# What a model of each family writes as two calls, and which parser is found for it.
+FOUND = {"qwen2.5": "hermes", "qwen3": "hermes", "llama3.1": "llama3_json", "mistral0.3": "mistral",
+         "glm4": "glm45", "gpt-oss": "template"}
+LOOK = as_tool(calculator.calculator).schema
+LOOK = {"type": "function", "function": LOOK["function"] | {"name": "look-up"}}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_parser_is_found_by_measurement(name, tokenizer):
+    """What it reads is what the template writes; a cut or a broken call is told."""
+    other = chat_templates.tokenizer_for(name, tokenizer)
+    found = CallFormat(other)
+    assert found.name == FOUND[name]
+    assert [*found.check([LOOK])] == []
+    for probe, turn in found.turns.items():
+        content, calls = parse_tool_calls(turn, "auto", other, SCHEMAS + PROBED)
+        said, made = PROBES[probe]
+        assert [(call["name"], call["arguments"]) for call in calls] == made
+        assert content.strip() in ("", said)
+        broken = turn[: turn.rindex("probe_") + len("probe_look") + 8]
+        if probe == "a call":
+            content, calls = parse_tool_calls(broken, "auto", other, SCHEMAS + PROBED)
+            assert calls[-1]["error"]
+    for text in ("2", "I call it a day.", "{1, 2}", "<b>"):
+        assert parse_tool_calls(text, "auto", other, SCHEMAS) == (text, [])
+
+
+def test_a_call_that_was_cut_is_not_completed(tokenizer):
+    """vLLM's glm45 reads a call without its end; the first of two calls is kept."""
+    other = chat_templates.tokenizer_for("glm4", tokenizer)
+    turn = CallFormat(other).turns["two calls in a turn"]
+    cut = turn[: turn.rindex("Zq2") + 2]
+    _, calls = parse_tool_calls(cut, "auto", other, PROBED)
+    assert [call["name"] for call in calls] == ["probe_look", ""]
+    assert calls[0]["arguments"] == {"q": "Zq1"} and calls[1]["error"]
+
+
+def test_ids_that_the_policy_gave_its_calls_stay(tokenizer):
+    other = chat_templates.tokenizer_for("mistral0.3", tokenizer)
+    turn = CallFormat(other).turns["two calls in a turn"].replace("00000100", "abcdefgh")
+    _, calls = parse_tool_calls(turn, "auto", other, PROBED)
+    assert [call["id"] for call in calls] == ["abcdefgh0", "abcdefgh1"]
+    message = {"role": "assistant"}
+    set_tool_calls(message, "", calls, 1)
+    assert [call["id"] for call in message["tool_calls"]] == ["abcdefgh0", "abcdefgh1"]
+
+
+PYTHONIC = """
+{%- for m in messages %}{{- m.role + m.content }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '[' if loop.first }}{{- call.function.name + '(' }}
+        {%- for key, value in call.function.arguments.items() %}
+            {{- key + '=' + (value | string if value is not string else "'" + value + "'") }}
+            {{- ', ' if not loop.last }}
+        {%- endfor %}
+        {{- ')' + (']' if loop.last else ', ') }}
+    {%- endfor %}
+    {{- '<|im_end|>' }}
+{%- endfor %}
+{{- 'assistant' if add_generation_prompt }}"""
+
+
+def test_a_tool_whose_name_is_not_read_is_refused(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = PYTHONIC
+    found = CallFormat(other)
+    assert found.name == "llama4_pythonic"
+    with pytest.raises(BadInput, match="does not read calls of the tool 'look-up': rename it"):
+        list(found.check([LOOK]))
+    with pytest.raises(BadInput, match="--tool_parser hermes does not read the calls that"):
+        list(CallFormat(other, "hermes").check([LOOK]))
 
 
 @pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": ""'])

@@ -1,4 +1,4 @@
-"""Conversations under the chat templates of fourteen models (tests/chat_templates.py).
+"""Conversations under the chat templates of several models (tests/chat_templates.py).
 
 A rollout is what the whole chat is when it is rendered at once; or it forks, where a template
 rewrites the history; or the template is refused before the run.
@@ -7,13 +7,14 @@ rewrites the history; or the template is refused before the run.
 import asyncio
 import contextlib
 import copy
+import json
 import random
 import re
 from types import SimpleNamespace
 
 import chat_templates
 import pytest
-from chat_templates import FAMILIES
+from chat_templates import BODY, CHAT, FAMILIES, KINDS, PROMPTS
 from test_agent_loop import (
     ANSWER,
     ASKED,
@@ -41,11 +42,15 @@ from agent_loop import (
     BadInput,
     ChatTemplate,
     LoopArgs,
+    RewritesHistory,
     SingleTurnLoop,
     chat_template,
+    render,
+    with_template_variables,
 )
 from data import filter_overlong
 from examples import calculator
+from flatrl import chat_template as templates
 from flatrl.chat.client import ChatAgentLoop
 from flatrl.models import stop_token_ids
 from flatrl.rows import check_row, check_tokenizer
@@ -74,32 +79,35 @@ def try_out(tokenizer, prompt, task=None, refused: str | None = None):
 
 # ---------------------------------------------------------------- the whole chat at once
 
-WITHOUT_TOOLS = ("llama2", "gemma2", "gemma3", "phi3")
-
-
 def template_of(name, tokenizer) -> ChatTemplate:
     other = chat_templates.tokenizer_for(name, tokenizer)
     return chat_template(other, chat_templates.stop_ids(name, other))
 
 
-@pytest.mark.parametrize("seed", range(2))
+def random_chat(template, seed, n_rounds=8):
+    """A chat of rounds that the template takes, with words of its own, and what may be dropped."""
+    makes = [make for name, make in templates.ROUNDS.items() if template.accepts(name)]
+    makes.append(templates.ROUNDS["reasoning"])  # which some drop with the next question
+    numbers = random.Random(seed)
+    messages = [templates.USER]
+    for number in range(1, n_rounds + 1):
+        messages += numbers.choice(makes)(number)
+    chat, _ = templates._made_up(messages)
+    return json.loads(json.dumps(chat).replace(templates.MARK, "Word"))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_rollout_has_the_ids_of_the_whole_chat(name, seed, tokenizer):
+def test_a_rollout_has_the_ids_of_the_whole_chat(name, tokenizer):
     """The policy says each turn as the template writes it. Empty blocks of thought may stay."""
     template = template_of(name, tokenizer)
     loop = SingleTurnLoop(None, template.tokenizer, None, None, LoopArgs(max_response_tokens=10**6))
-    names = [each for each in agent_loop.ROUNDS if template.accepts(each)]
-    if name in ("qwen3", "glm4"):
-        names.append("reasoning")  # which they drop with the next question
-    rounds = [agent_loop.ROUNDS[each] for each in names]
-    random_numbers = random.Random(seed)
-    messages = [agent_loop.PROBE_USER, *sum(random_numbers.choices(rounds, k=8), ())]
-    chat, _ = agent_loop._probe_chat(messages)
+    chat = random_chat(template, 0)
     trajectory = loop.start({"prompt": chat[:1]})
     n_appended = 0
     n = 1
     while n < len(chat):
-        ids = template.turn_ids(chat[n], trajectory.engine_ids)
+        number = sum(message["role"] == "assistant" for message in chat[: n + 1])
+        ids = template.turn_ids(chat[n], trajectory.engine_ids, number)
         trajectory.add_given(ids)
         trajectory.stop_id = ids[-1]
         trajectory.messages.append(chat[n])
@@ -114,28 +122,101 @@ def test_a_rollout_has_the_ids_of_the_whole_chat(name, seed, tokenizer):
         texts.append(template.text(chat[:n], None, True))
         fed, whole = (re.sub(r"<think>\s*</think>(\n\n)?", "", text) for text in texts)
         assert fed == whole
-    assert n_appended or name in ("gpt-oss", "qwen3", "glm4")
+    assert n_appended or name in ("gpt-oss", "qwen3", "glm4", "deepseek-r1")
+
+
+def others_of(tokenizer) -> dict:
+    """{name: a tokenizer} of all families and kinds."""
+    found = {name: chat_templates.tokenizer_for(name, tokenizer) for name in FAMILIES}
+    for name, said in KINDS.items():
+        found[name] = with_template(tokenizer, CHAT.replace("SAID", f"({said})") + PROMPTS)
+    return found
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *KINDS])
+def test_a_suffix_of_the_recent_part_is_that_of_the_whole_chat(name, tokenizer):
+    template = chat_template(others_of(tokenizer)[name])
+    assert template.looks_far_back == (name == "numbers messages")
+    whole = copy.copy(template)
+    whole.looks_far_back = True
+    for seed in range(3):
+        chat = random_chat(template, seed, 25)
+        recent = templates.Recent()
+        starts = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+        for start, end in zip(starts, [*starts[1:], len(chat)]):
+            history, new = chat[: start + 1], chat[start + 1 : end]
+            expected = suffix_or_fork(whole, history, new)
+            assert suffix_or_fork(template, history, new, None, recent) == expected
+
+
+def suffix_or_fork(template, history, new, *more):
+    stop = template.call_end if history[-1].get("tool_calls") else template.answer_end
+    try:
+        return template.suffix(history, new, stop, *more)
+    except RewritesHistory:
+        return "fork"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_probe_chats_tell(name, tokenizer):
-    template = template_of(name, tokenizer)
+def test_the_ends_of_turns(name, tokenizer):
+    """Also without a generation_config.json, but for a base model whose EOS ends no turn."""
     of = FAMILIES[name]
+    template = chat_template(chat_templates.tokenizer_for(name, tokenizer))
     assert template.tokenizer.decode([template.answer_end]) == of.answer_end
-    if template.call_end is not None:
+    if template.shows_calls:
         assert template.tokenizer.decode([template.call_end]) == of.call_end
-    assert template.needs_only_recent
-    assert template.writes_date == (name in ("llama3.2", "gpt-oss"))
-    said = "chat template does not take a tool's answer: it "
-    try_out(template.tokenizer, PROMPT, CALCULATOR, said if name in WITHOUT_TOOLS else None)
-    said = "not take this prompt: it raises .*System role not"
-    prompt = [{"role": "system", "content": "Add."}, *PROMPT]
-    try_out(template.tokenizer, prompt, refused=said if name == "gemma2" else None)
+
+
+def test_an_end_that_is_written_between_turns_only(tokenizer):
+    """Apriel 1.6: the last turn has no end of its own."""
+    said = "m.content + ('' if loop.last else '<|im_end|>')"
+    body = BODY.replace("SAID + '<|im_end|>\n'", said)
+    other = with_template(tokenizer, CHAT.replace(BODY, body) + PROMPTS)
+    template = chat_template(other)
+    turn = {"role": "assistant", "content": "2"}
+    ids = template.suffix([*PROMPT, turn], PROMPT, other.eos_token_id)
+    assert other.decode(ids) == f"<|im_start|>user\nWhat is 1+1?{ASSISTANT}"
+
+
+def test_a_tools_block_that_vanishes_forks_with_the_next_question_alone(tokenizer):
+    """As Mistral's, which writes tools before the last question."""
+    template = template_of("mistral0.3", tokenizer)
+    schema = [agent_loop.as_tool(calculator.calculator).schema]
+    turn = {"role": "assistant", "content": "2"}
+    with pytest.raises(RewritesHistory):
+        template.suffix([*PROMPT, turn], [ADDS], template.answer_end, schema)
+    calls = {"role": "assistant", "content": "", "tool_calls": called(("add", {"a": 1}))}
+    result = {"role": "tool", "content": "3", "tool_call_id": "000001000"}
+    ids = template.suffix([*PROMPT, calls], [result], template.call_end, schema)
+    assert template.tokenizer.decode(ids).startswith("[TOOL_RESULTS]")
+
+
+def test_channels_are_read_and_written(tokenizer):
+    """gpt-oss: what is sampled in channels becomes reasoning and content, also in a fork."""
+    other = chat_templates.tokenizer_for("gpt-oss", tokenizer)
+    stops = chat_templates.stop_ids("gpt-oss", other)
+    thought = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant"
+    asks = "<|channel|>commentary to=functions.calculator <|constrain|>json<|message|>"
+    lines = [
+        (thought + asks + '{"expression": "5*5"}<|call|>', "stop"),
+        (thought + "<|channel|>final<|message|>It is 25.<|return|>", "stop"),
+        ("<|channel|>final<|message|>Yes.<|return|>", "stop"),
+    ]
+    task = quiz_task(Quiz(AGAIN, ONE_ANSWER), calculator.calculator)
+    outputs, engine = play(other, task, quiz_row(), stops, *lines, max_response_tokens=4000)
+    messages = outputs[-1].messages
+    turns = [message for message in messages if message["role"] == "assistant"]
+    said = [(turn.get("reasoning_content"), turn["content"]) for turn in turns]
+    assert said == [("I add.", ""), ("I add.", "It is 25."), (None, "Yes.")]
+    assert messages[2]["content"] == "25"
+    forked = other.decode(engine.prompts[2])  # the template drops thoughts behind an answer
+    assert "analysis" not in forked.partition("# Valid channels")[2].partition("<|end|>")[2]
+    assert "<|channel|>final<|message|>It is 25.<|end|>" in forked
 
 
 # name: (a turn of the policy, what it is answered)
 ANSWERED = {
-    "malformed": ("<tool_call>{broken", "not valid JSON"),
+    "malformed": ("<tool_call>{broken", "not complete and well-formed"),
     "text before a call": ("I add. " + call(expression="5*5"), "25"),
     "reasoning before a call": ("<think>I add.</think>" + call(expression="5*5"), "25"),
     "a tool that is unknown": (call('a "b" <|im_end|>'), "there is no tool"),
@@ -150,7 +231,8 @@ def test_each_turn_is_answered(name, turn, reply, tokenizer):
     other = chat_templates.tokenizer_for(name, tokenizer)
     stops = chat_templates.stop_ids(name, other)
     lines = (turn + of.call_end, "stop"), (ANSWER + of.answer_end, "stop")
-    outputs, engine = play(other, CALCULATOR, {}, stops, *lines, max_response_tokens=4000)
+    flags = {"max_response_tokens": 4000, "tool_parser": "hermes"}
+    outputs, engine = play(other, CALCULATOR, {}, stops, *lines, **flags)
     assert reply in other.decode(engine.prompts[1])[-500:]
     assert outputs[-1].metrics.get("tool_errors", 0) == (reply != "25")
     assert outputs[-1].stop_reason == "stop"
@@ -183,28 +265,6 @@ def test_calls_that_the_template_does_not_take_stay_in_the_text(tokenizer):
     assert output.metrics["tool_errors"] == 1
 
 
-THINKS = "{{- '<think>' if '/think' in messages[-1].content else '<think></think>' }}"
-
-
-@pytest.mark.parametrize("question", ["Why? /think", "Why?"])
-def test_a_flag_in_a_text_decides_what_the_template_writes(question, tokenizer):
-    other = with_template(tokenizer, CHAT.replace("SAID", "m.content") + PROMPTS + THINKS)
-    other.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
-    said = {"role": "assistant", "content": "2"}
-    asked = {"role": "user", "content": question + "<|im_end|>"}
-    ids = chat_template(other).suffix([*PROMPT, said], [asked], other.eos_token_id)
-    assert other.decode(ids) == (
-        f"\n<|im_start|>user\n{question}<|im_end|><|im_end|>\n<|im_start|>assistant\n<think>"
-        + "</think>" * (question == "Why?"))
-    assert ids.count(other.eos_token_id) == 1
-
-
-def test_a_tokenizer_with_several_templates(tokenizer):
-    other = with_template(tokenizer, {"default": "", "tool_use": tokenizer.chat_template})
-    engines = [play(each, CALCULATOR, {}, [], SUM, ANSWER)[1] for each in (tokenizer, other)]
-    assert engines[0].prompts == engines[1].prompts
-
-
 def test_a_turn_of_a_demonstration_begins_as_behind_a_prompt(tokenizer):
     """Llama 2's tokenizer puts a space before each text behind a special token."""
     chat = CHAT.replace(BODY, "{{- '[' + m.role[0] + ']' + m.content + '<|im_end|>' }}")
@@ -214,19 +274,16 @@ def test_a_turn_of_a_demonstration_begins_as_behind_a_prompt(tokenizer):
     assert other.decode(ids) == "hello<|im_end|>"
 
 
-# A template that drops thoughts, one that shows them in tags of its own, and one that does not
-# write the tags of an empty thought again. Each shows calls.
+# A template that drops thoughts. It shows calls.
 DROPS = "(m.tool_calls or '') | string + m.content.split('</think>')[-1]"
-SHOWS = "('<T>' + m.reasoning_content + '</T>' if m.reasoning_content else '') + '<A>' + m.content"
 HM = {"reasoning_content": "hm"}
 ADD = {"content": "", "tool_calls": called(("add", {"a": 1}))}
 OPENED = {
     "closed at once": (DROPS, "<think>\n", {"content": "2"}, "</think>\n\n2"),
     "a thought": (DROPS, "<think>\n", HM | {"content": "2"}, "hm</think>\n\n2"),
     "a thought in the text": (DROPS, "<think>\n", {"content": "<think>hm</think>2"}, "hm</think>2"),
+    "a thought without a prompt's": (DROPS, "", HM | {"content": "2"}, "<think>hm</think>2"),
     "a call": (DROPS, "<think>\n", ADD, f"</think>\n\n{ADD['tool_calls']}"),
-    "other tags": (SHOWS, "<T>", {"content": "2"}, "</T><A>2"),
-    "other tags, closed": (f"'<A>' + {DROPS}", "<T></T>", {"content": "2"}, "<A>2"),
     "closed": ("'</think>' + m.content", "<think></think>", {"content": "2"}, "2"),
 }
 
@@ -246,7 +303,7 @@ def test_a_turn_of_a_demonstration_ends_the_thought_of_its_prompt(
 def test_a_fork_without_room_for_a_reply_ends_the_rollout(qwen3, room):
     question = "And again? " * 30
     history = [*PROMPT, {"role": "assistant", "content": ANSWER}]
-    needed = len(agent_loop.render(qwen3, [*history, {"role": "user", "content": question}]))
+    needed = len(render(qwen3, [*history, {"role": "user", "content": question}]))
     words = "<think>long</think>" + ANSWER
     if room == "budget":  # it counts what was sampled before the fork
         flags = {"max_response_tokens": len(encode(qwen3, words + "<|im_end|>"))}
@@ -286,7 +343,7 @@ def test_reasoning_stays_while_tools_are_called_and_goes_with_the_next_question(
     start, called_prompt, asked_prompt = map(qwen3.decode, engine.prompts)
     assert called_prompt == f"{start}{first}{END}\n{TOLD}{ASSISTANT}"
     again = f"<|im_start|>user\nAnd again?{END}\n{ASSISTANT}"
-    assert asked_prompt == f"{start}\n\n\n{SUM}{END}\n{TOLD}{ASSISTANT}\n\n{ANSWER}{END}\n{again}"
+    assert asked_prompt == f"{start}{SUM}{END}\n{TOLD}{ASSISTANT}{ANSWER}{END}\n{again}"
     assert [output.prompt_ids + output.response_ids for output in outputs] == [
         engine.prompts[1] + encode(qwen3, second + END),
         engine.prompts[2] + encode(qwen3, "It is 2" + END),
@@ -298,11 +355,11 @@ def test_reasoning_stays_while_tools_are_called_and_goes_with_the_next_question(
     _, calling, _, answering, _, last = outputs[-1].messages
     assert calling == {
         "role": "assistant",
-        "content": "\n\n",
+        "content": "",
         "reasoning_content": f"\nperhaps {SUM}\n",
         "tool_calls": called(("calculator", {"expression": "1+1"})),
     }
-    assert answering["content"] == f"\n\n{ANSWER}"
+    assert answering["content"] == ANSWER
     assert answering["reasoning_content"] == "\nit is 2\n"
     assert last == {"role": "assistant", "content": "It is 2"}
 
@@ -348,21 +405,10 @@ def test_a_block_that_the_prompt_opened(said, reasoning, content, tokenizer):
         assert output.messages[-1]["reasoning_content"] == ""
 
 
-@pytest.mark.parametrize("keys", [["a.b", "a|b"], ["a", "a\ufdd0"]])
-def test_arguments_whose_keys_become_equal_all_stay(keys, tokenizer):
-    """GLM's template has control tokens at each."""
-    function = {"name": "f", "arguments": {key: n for n, key in enumerate(keys)}}
-    calls = [{"type": "function", "id": "0", "function": function}]
-    chat = [*PROMPT, {"role": "assistant", "content": "", "tool_calls": calls}]
-    template = template_of("glm4", tokenizer)
-    text = template.tokenizer.decode(template.render(chat, trusted=[]))
-    assert text.count("<arg_key>") == 2
-
-
 def test_a_thought_that_the_question_has_too_is_left_out_all_the_same(tokenizer):
     template = template_of("deepseek-r1", tokenizer)
     turn = {"role": "assistant", "reasoning_content": "1", "content": "2"}
-    with pytest.raises(agent_loop.RewritesHistory):
+    with pytest.raises(RewritesHistory):
         template.suffix([*PROMPT, turn], PROMPT, template.answer_end)
 
 
@@ -398,7 +444,7 @@ def test_a_chat_agent_may_turn_reasoning_off_in_a_request(qwen3):
     engine = Script(qwen3, lines)
     loop = Agent(engine, qwen3, None, SimpleNamespace(), LoopArgs(max_response_tokens=1000))
     outputs = asyncio.run(loop.run({}, **ROW))
-    assert (seen[0].reasoning_content, seen[0].content) == (f"\nhm {SUM}\n", "\n\nYes")
+    assert (seen[0].reasoning_content, seen[0].content) == (f"\nhm {SUM}\n", "Yes")
     assert not seen[0].tool_calls
     assert not hasattr(seen[1], "reasoning_content")
     assert len(outputs) == 3  # the third request continues the second
@@ -414,9 +460,6 @@ def test_a_chat_agent_may_turn_reasoning_off_in_a_request(qwen3):
 
 # ---------------------------------------------------------------- what is refused or said before
 
-BODY = "{{- '<|im_start|>' + m.role + '\n' + SAID + '<|im_end|>\n' }}"
-CHAT = "{%- for m in messages %}" + BODY + "{%- endfor %}"
-PROMPTS = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 ADDS = {"role": "user", "content": "1+2?"}
 FEW_SHOT = [
     ADDS,
@@ -433,10 +476,9 @@ REFUSED = {
     "calls of a prompt": ("m.content", FEW_SHOT, "role 'assistant' says"),
     "two calls of a prompt": ("(raise_exception('two') if (m.tool_calls or [])[1:] else m.content)",
                               TWO_CALLS, "does not take this prompt: it raises .*two"),
-    "a turn behind the assistant's": ("(m.content if loop.first or loop.previtem.role != m.role"
-                                      " else raise_exception('in turns'))",
-                                      [ADDS, {"role": "assistant", "content": "3"}],
-                                      "does not take a tool's answer: it raises .*in turns"),
+    "an answer to continue": ("m.content", [ADDS, {"role": "assistant", "content": "3"}],
+                              "ends the assistant's last message"),
+    "an unknown role": ("m.content", [{"role": "judge", "content": "Hm."}, ADDS], "role 'judge'"),
     "answers of tools": ("(m.content if m.role in ['user', 'assistant'] else '')",
                          [ADDS], "does not take a tool's answer: it leaves out"),
 }  # fmt: skip
@@ -461,23 +503,25 @@ def test_earlier_reasoning_of_a_prompt_may_be_dropped(qwen3):
     try_out(qwen3, prompt)
 
 
-# What the template says of a message, how its prompts end, what it is warned about.
-WARNED = [
-    ("m.content", "<T></T>", "history lacks '<T></T>' of its generation prompt"),
-    ("m.content", "<think>\\n</think>", None),  # an empty block of thought
-    ("m.content + (messages[0].content if loop.last else '')", "", "writes a message twice"),
-    ("'How can I help today? ' + m.content", "", None),  # that is no date
-]
+# name: (what the template says of a message, the words of the warning)
+SYSTEM_AGAIN = "m.content + (messages[0].content if m.role == 'user' and loop.last else '')"
+WARNED = {
+    "a system prompt again": (SYSTEM_AGAIN, "writes a message of role 'system' again"),
+    "the time beside tools": ("m.content + (strftime_now('%H') if tools else '')", "today's date"),
+    "tools that are ignored": ("m.content + m.tool_calls | string", "ignores tools"),
+    "text beside calls": (KINDS["hides text"], "hides a text beside a call"),
+    "thoughts": ("m.content.split('</think>')[-1] + m.tool_calls | string", ""),
+}
 
 
-@pytest.mark.parametrize("said, prompt, warned", WARNED)
-def test_what_a_template_does_to_its_messages_is_named(said, prompt, warned, tokenizer):
-    prompts = PROMPTS + "{{- '" + prompt + "' if add_generation_prompt }}"
-    other = with_template(tokenizer, CHAT.replace("SAID", f"({said})") + prompts)
-    found = chat_template(other).check(PROMPT, [], has_user=True)
-    assert bool(found) == bool(warned) and (not found or warned in found[-1])
-    if prompt:  # one turn has no history
-        assert chat_template(other).check(PROMPT, [], has_user=False) == []
+@pytest.mark.parametrize("said, warned", WARNED.values(), ids=WARNED)
+def test_what_a_template_does_to_a_task_is_named(said, warned, tokenizer):
+    listed = "" if "ignores" in warned else "{{- tools | string }}"
+    other = with_template(tokenizer, listed + CHAT.replace("SAID", f"({said})") + PROMPTS)
+    prompt = [{"role": "system", "content": "Add."}, *PROMPT]
+    schemas = [agent_loop.as_tool(calculator.calculator).schema]
+    found = chat_template(other).check(prompt, schemas, has_user=True)
+    assert any(warned in each for each in found) if warned else found == []
 
 
 def test_a_rewritten_history_is_warned_of(tokenizer):
@@ -486,107 +530,19 @@ def test_a_rewritten_history_is_warned_of(tokenizer):
 
 
 def test_the_date_may_be_fixed(tokenizer):
-    template = template_of("llama3.2", tokenizer)
-    assert template.writes_date
-    date = '{"strftime_now": "26 Jul 2024"}'
-    fixed = agent_loop.with_template_variables(template.tokenizer, date)
-    assert "Today Date: 26 Jul 2024" in chat_template(fixed, template.stops).text(PROMPT)
-    assert not chat_template(fixed, template.stops).writes_date
-
-
-# ---------------------------------------------------------------- the recent part of a chat
-
-SETS = "{%- set ns = namespace(on='off') %}{%- set flag = 'forget' %}"
-FINDS = "{%- for m in messages %}{%- if TEST %}{%- set ns.on = 'on' %}{%- endif %}{%- endfor %}"
-# What a template may look for in the middle of a chat: it then writes "on" at the end.
-LOOKS = [
-    "'/think' in m.content",
-    "m.content.startswith('forget')",
-    "'loud' in m.content | lower",
-    "m.content == 'reset'",
-    "flag in m.content",
-    "m.content | length > 100",
-    "loop.index > 20",
-]
-TEXTS = ["yes", "/think again", "forget it", "So LOUD", "reset", "word " * 50]
-
-
-# How a template may rewrite what stands there.
-REWRITES = [
-    "(loop.index ~ m.content)",
-    "(m.content if m.role != 'tool' or loop.revindex < 30 else 'old')",
-    "(m.content if m.content != messages[-1].content else 'again')",
-]
-
-
-@pytest.mark.parametrize("test, said", [
-    *((test, "m.content") for test in LOOKS),
-    *(("false", said) for said in REWRITES),
-])  # fmt: skip
-def test_the_recent_part_of_a_chat_decides_as_the_whole(test, said, tokenizer):
-    """Of 60 suffixes each."""
-    chat = FINDS.replace("TEST", test) + CHAT.replace("SAID", said)
-    other = with_template(tokenizer, SETS + chat + "{{- ns.on }}" + PROMPTS)
-    for seed in range(3):
-        random_numbers = random.Random(seed)
-        template = ChatTemplate(other, {other.eos_token_id})
-        whole = ChatTemplate(other, {other.eos_token_id})
-        whole.needs_only_recent = False
-        recent = agent_loop.Recent(template.form_of)
-        chat = [{"role": "user", "content": "Hello."}]
-        for _ in range(20):
-            chat.append({"role": "assistant", "content": random_numbers.choice(TEXTS)})
-            role = random_numbers.choice(["user", "tool"])
-            new = [{"role": role, "content": random_numbers.choice(TEXTS)}]
-            expected = suffix_or_fork(whole, chat, new, None)
-            assert suffix_or_fork(template, chat, new, recent) == expected
-            chat += new
-
-
-def suffix_or_fork(template, chat, new, recent):
-    try:
-        return template.suffix(chat, new, None, None, recent)
-    except agent_loop.RewritesHistory:
-        return "fork"
+    template = template_of("gpt-oss", tokenizer)
+    fixed = with_template_variables(template.tokenizer, '{"strftime_now": "26 Jul 2024"}')
+    assert "Current date: 26 Jul 2024" in chat_template(fixed, template.stops).text(PROMPT)
+    assert not any("date" in each for each in chat_template(fixed).check(PROMPT, [], True))
 
 
 # ---------------------------------------------------------------- found by reading
-
-
-def test_the_eos_behind_a_whole_chat_ends_no_turn(tokenizer):
-    """Phi-3 ends turns with <|end|>, and chats with its EOS, here the only known stop."""
-    phi3 = chat_templates.tokenizer_for("phi3", tokenizer)
-    template = chat_template(phi3)
-    assert phi3.convert_ids_to_tokens(template.answer_end) == "<|end|>"
-    assert template.check([ADDS], [], has_user=True) == []
-
-
-def test_a_text_after_the_calls_is_not_part_of_an_end(tokenizer):
-    """R1-Distill-Qwen writes a turn's text behind its calls."""
-    said = "(m.tool_calls | string + '<|im_end|>' if m.tool_calls else '') + m.content"
-    template = chat_template(with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS))
-    assert template.ends == ["<|im_end|><|im_end|>\n", "<|im_end|>\n"]
 
 
 def test_a_user_is_tried_without_tools_that_the_task_does_not_have(tokenizer):
     """Mistral's template writes tools in front of the last user, so with them it would fork."""
     template = template_of("mistral0.3", tokenizer)
     assert template.check([ADDS], [], has_user=True) == []
-
-
-def test_a_name_in_the_schemas_is_no_call_that_is_shown(tokenizer):
-    template = "{{ tools | tojson }}" + CHAT.replace("SAID", "m.content") + PROMPTS
-    template = chat_template(with_template(tokenizer, template))
-    message = {"role": "assistant", "content": "", "tool_calls": called(("calculator", {"a": 1}))}
-    assert not template.shows(message, [{"function": {"name": "calculator"}}])
-
-
-def test_reasoning_stands_before_the_parts_of_a_content(tokenizer):
-    template = template_of("chatml-base", tokenizer)
-    part = {"type": "text", "text": "3"}
-    message = {"role": "assistant", "reasoning_content": "Easy.", "content": [part]}
-    thought = {"type": "text", "text": "<think>Easy.</think>"}
-    assert template.as_shown(message)["content"] == [thought, part]
 
 
 def test_a_rows_texts_are_made_fit_for_a_tokenizer():
