@@ -43,10 +43,13 @@ class Clock:
         self.lap_ended = now
 
     def read(self) -> dict[str, float]:
-        """Returns the step's metrics: the seconds of its parts, since the rollout and in all."""
+        """Returns the seconds of the step's parts, since the rollout, and in all."""
         now = time.perf_counter()
-        train_s = now - self.rollout_ended
-        return {**self.seconds, "timing/train_s": train_s, "timing/step_s": now - self.started}
+        return {
+            **self.seconds,
+            "timing/train_s": now - self.rollout_ended,
+            "timing/step_s": now - self.started,
+        }
 
 
 def grouped(keys: Iterable, values: Iterable) -> dict[Any, list]:
@@ -60,56 +63,65 @@ def grouped(keys: Iterable, values: Iterable) -> dict[Any, list]:
 def describe(outputs: Outputs, units) -> dict[str, float]:
     """Returns statistics of outputs, by their names in the log.
 
-    units: data.by_unit of the outputs. Rewards are those of units; reward/NAME is the mean of
-    the units with this name. reward_part/*: the further keys of a reward dict. rollout/*: the
-    numbers in AgentLoopOutput.metrics, means over all outputs. timing/*: seconds of a rollout.
-    rollout/segments: outputs of a rollout."""
-    n = len(outputs)
-    rollouts = [rollout_of(output) for output in outputs]
-    n_rollouts = len(set(rollouts))
-    rewards = units.task_rewards.tolist()
-    response_lengths = [len(output.response_ids) for output in outputs]
-    num_turns = [output.num_turns for output in outputs]
-    sums = Counter()
-    seconds = {"generate_s": Counter(), "tool_s": Counter()}  # of each rollout
-    for output, rollout in zip(outputs, rollouts):
-        metrics = numeric_entries(output.metrics)
-        for name, of_rollout in seconds.items():
-            of_rollout[rollout] += metrics.pop(name, 0.0)
-        sums[f"stop_reason/{output.stop_reason}"] += 1
-        for name, value in metrics.items():
-            sums[f"rollout/{name}"] += value
+    Rollouts count alike, whatever the number of their outputs: lengths, and the numbers in
+    AgentLoopOutput.metrics (rollout/*), are summed over a rollout's outputs; num_turns and the
+    stop reason are those of its last one. prompt_length is that of its first one.
 
-    result = {name: total / n for name, total in sorted(sums.items())}
+    units: data.by_unit of the outputs. Rewards are those of units; reward/NAME is the mean of
+    the units with this name. reward_part/*: the further keys of a reward dict."""
+    rollouts = grouped(map(rollout_of, outputs), outputs).values()
+    n = len(rollouts)
+    rewards = units.task_rewards.tolist()
+    prompt_lengths = [len(first.prompt_ids) for first, *_ in rollouts]
+    response_lengths = [sum(len(output.response_ids) for output in rollout) for rollout in rollouts]
+    num_turns = [last.num_turns for *_, last in rollouts]
+    totals = Counter(f"stop_reason/{last.stop_reason}" for *_, last in rollouts)
+    sums = [_summed_metrics(rollout) for rollout in rollouts]
+    seconds = {}
+    for name in ("generate_s", "tool_s"):
+        seconds[name] = [of_rollout.pop(name, 0.0) for of_rollout in sums]
+    for of_rollout in sums:
+        for name, value in of_rollout.items():
+            totals[f"rollout/{name}"] += value
+
+    result = {name: total / n for name, total in sorted(totals.items())}
     result |= {
         "reward/mean": fmean(rewards),
         "reward/std": np.std(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
-        "prompt_length/mean": fmean([len(output.prompt_ids) for output in outputs]),
+        "prompt_length/mean": fmean(prompt_lengths),
         "response_length/mean": fmean(response_lengths),
         "response_length/max": max(response_lengths),
-        "response_length/clipped_ratio": sums["stop_reason/length"] / n,
+        "response_length/clipped_ratio": totals["stop_reason/length"] / n,
         "num_turns/mean": fmean(num_turns),
         "num_turns/max": max(num_turns),
-        "rollout/trajectories": n_rollouts,
-        "rollout/segments": n / n_rollouts,
+        "rollout/trajectories": n,
+        "rollout/segments": len(outputs) / n,
     }
     rewards_of_name = grouped(units.names, rewards)
     rewards_of_name.pop("", None)
     if len(rewards_of_name) <= MAX_LOGGED_UNITS:
         for name, values in rewards_of_name.items():
             result[f"reward/{name}"] = fmean(values)
-    for name, of_rollout in seconds.items():
-        values = of_rollout.values()
+    for name, values in seconds.items():
         result[f"timing/{name}_min"] = min(values)
         result[f"timing/{name}_mean"] = fmean(values)
         result[f"timing/{name}_max"] = max(values)
-    result |= mean_reward_parts(outputs)
+    result |= _reward_parts(outputs)
     return {name: float(value) for name, value in result.items()}
 
 
-def mean_reward_parts(outputs: Outputs) -> dict[str, float]:
+def _summed_metrics(rollout: Outputs) -> Counter:
+    """Returns the numbers in the metrics of a rollout's outputs, added up."""
+    sums = Counter()
+    for output in rollout:
+        for name, value in numeric_entries(output.metrics).items():
+            sums[name] += value
+    return sums
+
+
+def _reward_parts(outputs: Outputs) -> dict[str, float]:
     """Returns the mean of each number in the rewards that are dicts, except "score"."""
     rewards = [output.reward for output in last_outputs(outputs)]  # a unit's outputs share one
     parts = means([numeric_entries(reward) for reward in rewards if isinstance(reward, dict)])
@@ -118,22 +130,14 @@ def mean_reward_parts(outputs: Outputs) -> dict[str, float]:
 
 
 def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]:
-    """Returns the metrics of an evaluation.
+    """Returns the metrics of an evaluation. eval/trajectories counts the rollouts with a reward.
 
-    units: data.by_unit of the outputs; rows: the validation rows. Besides eval/reward,
-    eval/response_length and eval/num_turns these are:
-
-        eval/trajectories    the rollouts that have a reward: those of the means
-        eval/<data_source>/reward   with several data sources
-        eval/<unit>/reward          with named units
+    units: data.by_unit of the outputs; rows: the validation rows.
         eval/reward_stderr   the standard error of the mean over rows (rollouts of one row are
                              not independent)
         eval/pass@j          the probability that at least one of j units of a group passes
-                             (outcome >= 1): 1 - C(n - c, j) / C(n, j) if c of its n units did
-                             (arXiv 2107.03374, eq. 1), the mean over groups with n >= j. A
-                             group is the rollouts of a row, if no other is named."""
-    rewards = units.task_rewards.tolist()
-    prompts = units.prompts.tolist()
+                             (outcome >= 1), the mean over groups of at least j units. By
+                             default a group is the rollouts of a row."""
     statistics = describe(outputs, units)
     result = {"eval/trajectories": int(statistics["rollout/trajectories"])}
     for name in ("reward", "response_length", "num_turns"):
@@ -141,18 +145,25 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
     for name in set(units.names):
         if f"reward/{name}" in statistics:
             result[f"eval/{name}/reward"] = statistics[f"reward/{name}"]
-    # The prompts of an evaluation are its rows, in their order.
+
+    rewards = units.task_rewards.tolist()
+    prompts = units.prompts.tolist()  # in an evaluation these are the rows' numbers
     sources = [rows[prompt].get("data_source") for prompt in prompts]
     rewards_of_source = grouped(sources, rewards)
     if len(rewards_of_source) > 1:
         for source, values in rewards_of_source.items():
             result[f"eval/{source}/reward"] = fmean(values)
+
     row_means = [fmean(values) for values in grouped(prompts, rewards).values()]
     n_rows = len(row_means)
     deviation = float(np.std(row_means, ddof=min(1, n_rows - 1)))
     result["eval/reward_stderr"] = deviation / n_rows**0.5
-    passes = grouped(units.groups.tolist(), (units.outcomes >= 1).tolist()).values()
-    for j in range(1, max(map(len, passes)) + 1):
+
+    groups = units.groups.tolist()
+    passed = (units.outcomes >= 1).tolist()
+    passes = grouped(groups, passed).values()
+    most = max(map(len, passes))
+    for j in range(1, most + 1):
         chances = [pass_at(j, passed) for passed in passes if len(passed) >= j]
         result[f"eval/pass@{j}"] = fmean(chances)
     return result
@@ -161,8 +172,9 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
 def pass_at(j: int, passed: list[bool]) -> float:
     """Returns the probability that at least one of j different entries of `passed` is True.
 
-    This is the unbiased pass@j (arXiv 2107.03374): the j entries are drawn without replacement."""
-    return 1 - math.comb(passed.count(False), j) / math.comb(len(passed), j)
+    The unbiased pass@j, 1 - C(n - c, j) / C(n, j) with c of n passed: arXiv 2107.03374, eq. 1."""
+    n_failing = math.comb(passed.count(False), j)
+    return 1 - n_failing / math.comb(len(passed), j)
 
 
 def mean(x: Tensor) -> float:
@@ -230,8 +242,12 @@ def _spread(name: str, x: Tensor) -> dict[str, float]:
     if not len(x):
         return {}
     x = x.double()
-    figures = {"mean": x.mean(), "std": x.std(correction=0), "min": x.min(), "max": x.max()}
-    return {f"{name}/{figure}": value.item() for figure, value in figures.items()}
+    return {
+        f"{name}/mean": x.mean().item(),
+        f"{name}/std": x.std(correction=0).item(),
+        f"{name}/min": x.min().item(),
+        f"{name}/max": x.max().item(),
+    }
 
 
 def disagreement(tokenizer, batch, version: int, difference: float, bound: float) -> str:
@@ -244,14 +260,13 @@ def disagreement(tokenizer, batch, version: int, difference: float, bound: float
     row, position = divmod(largest, differences.shape[1])
     output = batch.outputs[row]
     text = tokenizer.decode(output.response_ids[position])
+    extra = output.extra
     return (
         f"engine and trainer disagree: their logprobs of step {version + 1} differ by "
-        f"{difference:.2g} in the mean, more than {bound:g}; most at prompt "
-        f"{output.extra['prompt']}, sample {output.extra['sample']}, segment "
-        f"{output.extra['segment']}, position {position} of the response, {text!r}: "
-        f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "
+        f"{difference:.2g} in the mean, more than {bound:g}; most at prompt {extra['prompt']}, "
+        f"sample {extra['sample']}, segment {extra['segment']}, position {position} of the "
+        f"response, {text!r}: {batch['logprobs_rollout'][row, position]:.3g} in the engine, "
         f"{batch['logprobs_old'][row, position]:.3g} in the trainer. Likely causes: a weight that "
-        "went to the wrong place, a part of this model that vLLM and the trainer compute "
-        "differently, or settings of the engine that the trainer does not know (--engine_args, "
-        "--sampling_args, an agent loop's own)"
+        "went to the wrong place, a part of the model that vLLM and the trainer compute "
+        "differently, or settings of the engine (--engine_args, --sampling_args)"
     )

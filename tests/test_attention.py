@@ -5,7 +5,7 @@ They are compared with transformers' own eager attention, a row at a time."""
 import pytest
 import torch
 from fixed_batch import batch_of
-from transformers import AutoConfig, AutoModelForCausalLM, GraniteForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import data
 import train
@@ -108,28 +108,8 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(
             assert difference <= 2e-5 * gradients[name].norm() + 1e-6 * whole, name
 
 
-def test_heads_that_are_more_than_a_product_are_refused(tmp_path, process_group, monkeypatch):
+def test_a_head_that_is_more_than_a_product_is_refused(tmp_path, process_group):
     data.register_packed_attention()
-    saved(tmp_path, "granite")
-    forward = GraniteForCausalLM.forward
-
-    def sharper(self, *args, **kwargs):
-        outputs = forward(self, *args, **kwargs)
-        outputs.logits = outputs.logits * 1.5
-        return outputs
-
-    monkeypatch.setattr(GraniteForCausalLM, "forward", sharper)
-    with pytest.raises(BadInput, match="makes logits in a way that token_logprobs doesn't impl"):
-        train.Policy(train.Args(model=str(tmp_path)))
     saved(tmp_path, "gptj", n_embd=32, n_head=4, n_layer=1, rotary_dim=4)
     with pytest.raises(BadInput, match="has a bias in its output head"):
         train.Policy(train.Args(model=str(tmp_path)))
-
-
-def test_large_logits_are_not_refused(untied_model, tmp_path, process_group):
-    """Float32 rounds logprobs of -4,500 by more than 1e-3."""
-    data.register_packed_attention()
-    model = AutoModelForCausalLM.from_pretrained(untied_model)
-    model.lm_head.weight.data *= 1000
-    model.save_pretrained(tmp_path)
-    assert train.Policy(train.Args(model=str(tmp_path))).is_packed

@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import data
-import losses
 from agent_loop import AgentLoopOutput, BadInput, as_tool, total_reward
 from examples import calculator
 from flatrl import tables
-from flatrl.rows import warn_of_media
 from train import Args
 
 close = torch.testing.assert_close
@@ -32,7 +30,6 @@ NUMBERS = itertools.count(1000)  # for the prompts, where a test gives none
 
 TASK = """
 from dataclasses import dataclass
-import losses
 from helper_of_task import score
 
 @dataclass
@@ -57,15 +54,12 @@ def make_output(prompt: list[int], mask: list[int], **more) -> AgentLoopOutput:
 
 
 def test_a_task_file_may_import_a_module_beside_it(tmp_path, monkeypatch):
-    """Dataclasses look their module up by name; flatrl's own modules stay its own."""
     monkeypatch.setattr(sys, "path", sys.path[:])
-    for name, text in ("helper_of_task", "score = 0.5"), ("losses", "score = 1"):
-        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "helper_of_task.py").write_text("score = 0.5")
     path = tmp_path / "my_task.py"
     path.write_text(TASK)
     task = data.load_task(str(path))
     assert task.load("val") == ["val"] and task.reward(None, None) == 0.5
-    assert task.losses is losses and sys.path.count(str(tmp_path)) == 1
     with pytest.raises(BadInput, match="has no function build_model"):
         data.load_task(str(path), ("load", "reward", "build_model"))
 
@@ -77,18 +71,14 @@ def rows_of(rows, files=None, key="prompt", **task) -> list[dict]:
 
 def test_calls_in_a_prompt_get_one_form():
     bare = {"name": "add", "arguments": '{"a": 1}'}
-    whole = {"type": "function", "function": dict(bare)}
-    from_parquet = whole | {"index": None}
-    prompt = [{"role": "assistant", "content": "", "tool_calls": [bare, from_parquet]}]
-    prompt.append({"role": "user", "content": "hello", "tool_calls": []})
+    whole = {"type": "function", "index": None, "function": dict(bare)}  # as from parquet
+    prompt = [{"role": "assistant", "content": "", "tool_calls": [bare, whole]}, *HELLO]
     before = copy.deepcopy(prompt)
     (row,) = rows_of([{"prompt": prompt}])
-    assert prompt == before  # the task's rows stay as they are
-    assert row["prompt"][1:] == HELLO
-    assert row["prompt"][0]["tool_calls"] == [
-        {"function": {"name": "add", "arguments": {"a": 1}}},
-        {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
-    ]
+    assert prompt == before and row["prompt"][1:] == HELLO
+    function = {"name": "add", "arguments": {"a": 1}}
+    calls = [{"function": function}, {"type": "function", "function": function}]
+    assert row["prompt"][0]["tool_calls"] == calls
 
 
 def test_rows_are_numbered_and_get_the_system_prompt():
@@ -110,39 +100,22 @@ def test_rows_are_numbered_and_get_the_system_prompt():
     assert row["prompt"] == [{"role": "user", "content": "why?"}]
 
 
-ROWS = [
-    {
-        "prompt": [{"role": "user", "content": f"question {i}"}],
-        "reward_model": {"style": "rule", "ground_truth": str(i)},
-        # Parquet gives every row all tools' keys.
-        "extra_info": {
-            "index": 10 + i,
-            "tools_kwargs": {f"tool {i}": {"create_kwargs": {"x": str(i)}}},
-        },
-    }
-    for i in range(3)
-]
-
-
 def test_rows_from_files_are_those_of_a_list(tmp_path):
-    """In the order given. A file with other contents under an old name is read anew."""
+    """One file after the other; parquet gives every row the tools' keys of all."""
+    tools = [{"tools_kwargs": {f"tool {i}": {"create_kwargs": {"x": i}}}} for i in range(2)]
+    source = [{"prompt": HELLO, "extra_info": {"index": 10 + i} | tools[i]} for i in range(2)]
+    mixed = [{"prompt": "why?", "truth": 7}, {"prompt": "how?", "truth": ["a", None]}]
     names = [str(tmp_path / name) for name in ("a.parquet", "b.jsonl")]
-    datasets.Dataset.from_list(ROWS[:2]).to_parquet(names[0])
-    mixed = [ROWS[2], {"prompt": "why?", "truth": 7}, {"prompt": "how?", "truth": ["a", None]}]
-    for lines in (mixed[:1], mixed):
-        Path(names[1]).write_text("\n".join(map(json.dumps, lines)))
-        rows = data.load_rows(SimpleNamespace(SYSTEM_PROMPT="Be brief."), "train", names)
-        assert len(rows) == 2 + len(lines)
-    expected = rows_of([*ROWS[:2], *mixed], SYSTEM_PROMPT="Be brief.")
+    datasets.Dataset.from_list(source).to_parquet(names[0])
+    Path(names[1]).write_text("\n".join(map(json.dumps, mixed)))
+    rows = data.load_rows(SimpleNamespace(SYSTEM_PROMPT="Be brief."), "train", names)
+    expected = rows_of([*source, *mixed], SYSTEM_PROMPT="Be brief.")
     for row, wanted in zip(rows, expected, strict=True):
         assert {key: value for key, value in row.items() if value is not None} == wanted
 
 
-def test_csv_and_images_and_a_name_of_the_hub(tmp_path, monkeypatch):
-    csv, photo, parquet = (tmp_path / name for name in ("a.csv", "a.png", "b.parquet"))
-    csv.write_text('\ufeffquestion,answer\r\n"What is ""1,\n2""?",7\r\n', encoding="utf-8")
-    assert tables.read_files([str(csv)])[0] == {"question": 'What is "1,\n2"?', "answer": 7}
-
+def test_images_of_files_and_a_name_of_the_hub(tmp_path, monkeypatch):
+    photo, parquet = tmp_path / "a.png", tmp_path / "b.parquet"
     Image.new("RGB", (4, 4)).save(photo)
     table = datasets.Dataset.from_dict({"images": [[str(photo)]]})
     table.cast_column("images", datasets.List(datasets.Image())).to_parquet(parquet)
@@ -154,25 +127,9 @@ def test_csv_and_images_and_a_name_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *name, split: asked.append((*name, split)) or table
     )
-    names = ["openai/gsm8k:main:train", "me/mine:test[10%:20%]", "me/mine:main:train[:3]+test[3:]"]
-    assert list(tables.read_files(names)) == [{"prompt": "hi"}] * 3
-    assert asked == [
-        ("openai/gsm8k", "main", "train"),
-        ("me/mine", "test[10%:20%]"),
-        ("me/mine", "main", "train[:3]+test[3:]"),
-    ]
-    with pytest.raises(BadInput, match="me/mine: no such file, nor NAME:SPLIT or NAME:CONFIG"):
-        tables.read_files(["me/mine"])
-
-
-@pytest.mark.parametrize("columns, n_warnings", [
-    ({"image": b"x"}, 1),
-    ({"video": None}, 0),
-    ({"image": b"x", "images": ["a.png"]}, 0),
-])  # fmt: skip
-def test_an_image_that_the_policy_does_not_see_is_told_of(columns, n_warnings, recwarn):
-    warn_of_media({"prompt": HELLO} | columns)
-    assert len(recwarn) == n_warnings
+    names = ["openai/gsm8k:main:train", "me/mine:test[10%:20%]"]
+    assert list(tables.read_files(names)) == [{"prompt": "hi"}] * 2
+    assert asked == [("openai/gsm8k", "main", "train"), ("me/mine", "test[10%:20%]")]
 
 
 def rendered(tokenizer, prompt, tools=None) -> int:
@@ -204,8 +161,7 @@ def test_the_tools_of_a_row_count_into_its_prompt(tokenizer):
     limit = rendered(tokenizer, rows[0]["prompt"], [schema])
     assert rendered(tokenizer, rows[0]["prompt"]) < limit
     assert data.filter_overlong(rows, tokenizer, task, Args(max_prompt_tokens=limit)) == rows
-    said = f"no prompt left: all 1 are longer than .*the longest has {limit} tokens"
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match="no prompt left: all 1 are longer"):
         data.filter_overlong(rows, tokenizer, task, Args(max_prompt_tokens=limit - 1))
 
 
@@ -229,8 +185,6 @@ def test_epochs_are_permutations_and_the_position_alone_decides(n, seed, start):
     for epoch in range(3):
         assert sorted(order[epoch * n : (epoch + 1) * n]) == list(range(n))
     assert data.prompt_order(n, start, 5, seed) == data.prompt_order(n, 0, start + 5, seed)[start:]
-    first, second = (data.prompt_order(100, 100 * epoch, 100, seed) for epoch in (0, 1))
-    assert first != second and first != data.prompt_order(100, 0, 100, seed + 1)
 
 
 def test_collate_by_hand():
@@ -253,8 +207,6 @@ def test_collate_by_hand():
     assert set(batch) == set(expected)
     for name, values in expected.items():
         close(batch[name], torch.tensor(values), rtol=0, atol=0)
-    assert data.collate(outputs[2:])["response_mask"].shape == (1, 0)
-    assert data.select_rows(batch, [])["versions"].shape == (0, 0)
 
 
 @pytest.mark.parametrize("mask, turn_rewards, reward, expected", [
@@ -276,20 +228,17 @@ def test_where_rewards_fall(mask, turn_rewards, reward, expected):
     assert data.by_unit([output]).task_rewards.tolist() == [total] == [total_reward(output)]
 
 
-masks = st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=5)
-
-
-@given(masks, st.randoms(use_true_random=False))
-def test_select_is_collate_of_some_outputs(masks, random):
-    outputs = [make_output([b + 1] * random.randint(1, 5), mask) for b, mask in enumerate(masks)]
-    rows = random.sample(range(len(masks)), random.randint(1, len(masks)))
-    batch = data.collate(outputs) | {"name": torch.arange(len(masks)), "rows": [*range(len(masks))]}
-    selected = data.select_rows(batch, rows)
-    assert selected.pop("name").tolist() == selected.pop("rows") == rows
-    expected = data.collate([outputs[row] for row in rows])
-    assert set(selected) == set(expected)
-    for name, column in expected.items():
-        close(selected[name], column, rtol=0, atol=0)
+def test_select_is_collate_of_some_outputs():
+    masks = [[1, 0, 1], [], [1], [0, 1, 1, 1, 0]]
+    outputs = [make_output([b + 1] * (4 - b), mask) for b, mask in enumerate(masks)]
+    batch = data.collate(outputs) | {"name": torch.arange(4), "rows": [*range(4)]}
+    for rows in ([2, 0], [3], [1, 2]):
+        selected = data.select_rows(batch, rows)
+        assert selected.pop("name").tolist() == selected.pop("rows") == rows
+        expected = data.collate([outputs[row] for row in rows])
+        assert set(selected) == set(expected)
+        for name, column in expected.items():
+            close(selected[name], column, rtol=0, atol=0)
 
 
 def batch_of(prompts: list[list[int]], responses: list[list[int]]) -> dict:
@@ -323,13 +272,10 @@ def unique_tokens(batch: dict, micro: data.MicroBatch) -> int:
 
 @pytest.mark.parametrize("lengths, budget, is_packed, expected", [
     ([6, 4, 5, 3, 1], 10, True, [[0, 1], [2, 3, 4]]),
-    ([10, 10], 10, True, [[0], [1]]),
     ([5, 8, 6, 4, 9], 10, True, [[0, 3], [1], [2], [4]]),
-    ([1, 2], 3, True, [[0, 1]]),
     # Padding counts where rows are not packed.
     ([5, 4, 3, 2, 1], 10, False, [[0, 1], [2, 3, 4]]),  # 5 + 5; 3 + 3 + 3
     ([5, 4, 3, 2, 1], 9, False, [[0], [1, 2], [3, 4]]),  # 5; 4 + 4; 2 + 2
-    ([1, 4, 1], 12, False, [[0, 1, 2]]),
 ])  # fmt: skip
 def test_micro_batches_by_hand(lengths, budget, is_packed, expected):
     """Packed rows share nothing here; the others share their prompts."""

@@ -13,11 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import losses
 
-ROW_CORRECTIONS = ("seq_tis", "seq_mask", "geo_tis", "geo_mask")
-ROLLOUT_CORRECTIONS = ("none", "bypass", "tis", "icepop", *ROW_CORRECTIONS, "veto")
 OBJECTIVES = ("ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce")
-KL_ESTIMATES = losses.KL_ESTIMATES
-AGGREGATIONS = losses.AGGREGATIONS
 NAN = math.nan
 INF = math.inf
 close = torch.testing.assert_close
@@ -92,8 +88,6 @@ def test_whiten():
     # Rounding in float32 must not become a signal.
     constant = losses.whiten(torch.full((4, 8), 0.1), torch.ones(4, 8))
     assert constant.abs().max() < 1e-6
-    white = losses.whiten(torch.tensor([[1, -1, 1, 1]]), torch.ones(1, 4))
-    assert white.tolist() == [pytest.approx([0.5, -1.5, 0.5, 0.5], abs=1e-6)]
 
 
 def test_group_advantages_by_hand():
@@ -110,23 +104,11 @@ def test_group_advantages_by_hand():
         losses.rloo_advantages: mean * t([4, 6, 4, 4, 6, 4, 1]) / 3,
         partial(losses.opo_advantages, lengths=lengths): mean + t([0, 0.5, 0, 0, 0.5, 0, 0]),
     }
+    equal = torch.full((7,), 0.1)  # their mean in float32 is not exactly 0.1
     for function, want in functions.items():
         close(function(rewards.double(), groups), want)
         close(function(rewards, groups), want.float())  # whole numbers give fractions
-
-
-def test_equal_rewards_give_no_signal():
-    for dtype in (torch.float32, torch.float64):
-        rewards = torch.full((9,), 0.1, dtype=dtype)
-        groups = torch.tensor([0] * 8 + [1])
-        for got in (
-            losses.grpo_advantages(rewards, groups),
-            losses.rloo_advantages(rewards, groups),
-            losses.opo_advantages(rewards, groups, torch.arange(9)),
-        ):
-            assert got.dtype == dtype
-            assert got.abs().max() < 1e-8
-    assert (losses.grpo_advantages(torch.ones(3), torch.zeros(3), eps=0) == 0).all()
+        assert function(equal, groups).abs().max() < 1e-8
 
 
 def test_gigpo_compares_the_turns_that_met_one_state():
@@ -143,7 +125,6 @@ def test_gigpo_compares_the_turns_that_met_one_state():
         [0, 0, 0, 0],
     )
     close(losses.gigpo_advantages(rewards, mask, states, 0.5), want)
-    assert (losses.gigpo_advantages(rewards, mask, torch.arange(5), 0.5) == 0).all()  # each alone
 
 
 def formula(kind, new, old, advantages, low, high, clip_c):
@@ -217,45 +198,34 @@ def test_stats_of_policy_loss():
         close(stats["ratio"], ratio, msg=kind)
 
 
-@pytest.mark.parametrize("kind", OBJECTIVES)
-@pytest.mark.parametrize("sign", [1, -1])
-def test_policy_loss_survives_huge_ratios(kind, sign):
-    logprobs = t([[2000.0, -2000.0]]).requires_grad_()  # exp overflows in float64, too
-    ones = torch.ones_like(logprobs)
-    loss, _ = losses.policy_loss(kind, logprobs, 0 * ones, sign * ones, ones)
-    assert loss.isfinite().all()
-    assert grad_of(loss, logprobs)[0].isfinite().all()
+GEO = 2 ** (1 / 3)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.9, 1.1), (0.0, 2.0)])
-@pytest.mark.parametrize("kind", ROLLOUT_CORRECTIONS)
-def test_rollout_correction(kind, low, high):
-    x = make(5)
-    old, rollout, mask = columns(x, "logprobs_old", "logprobs_rollout", "mask")
-    weights, stats = losses.rollout_correction(kind, old, rollout, mask, low, high)
-    for b, on in enumerate(mask[:-1]):
-        rho = (old - rollout)[b][on].exp()
-        close(stats["rollout_kl"][b][on], -rho.log())
-        if kind in ROW_CORRECTIONS:
-            power = 1 / len(rho) if kind.startswith("geo") else 1
-            rho = (rho.prod() ** power).expand_as(rho)
-        close(stats["rollout_ratio"][b][on], rho)
-        clipped = (rho > high) & kind.endswith("tis")
-        dropped = (rho < low) | (rho > high)
-        want = rho.clamp(max=high)
-        if kind == "veto":
-            dropped = dropped.any().expand_as(dropped)
-        if kind in ("none", "bypass", "veto"):
-            want = torch.ones_like(rho)
-        if kind in ("none", "bypass") or kind.endswith("tis"):
-            dropped = torch.zeros_like(dropped)
-        close(weights[b][on], want * ~dropped)
-        close(stats["rollout_clipped"][b][on], clipped.double())
-        close(stats["rollout_dropped"][b][on], dropped.double())
-    close(stats["rollout_weight"], weights)
-    close(stats["rollout_weight_sq"], weights**2)
-    decided = stats["rollout_clipped"] + stats["rollout_dropped"]
-    assert kind in ("none", "bypass", "veto") or high == 2 or 0 < decided.sum() < mask.sum()
+@pytest.mark.parametrize("kind, weights, clipped", [
+    ("none", [1, 1, 1], [0, 0, 0]),
+    ("bypass", [1, 1, 1], [0, 0, 0]),
+    ("tis", [0.5, 1, 1.5], [0, 0, 1]),
+    ("icepop", [0, 1, 0], [0, 0, 0]),
+    ("seq_tis", [1.5, 1.5, 1.5], [1, 1, 1]),
+    ("seq_mask", [0, 0, 0], [0, 0, 0]),
+    ("geo_tis", [GEO, GEO, GEO], [0, 0, 0]),
+    ("geo_mask", [GEO, GEO, GEO], [0, 0, 0]),
+    ("veto", [0, 0, 0], [0, 0, 0]),
+])  # fmt: skip
+def test_rollout_correction(kind, weights, clipped):
+    """A row with the ratios 0.5, 1 and 4, whose product is 2, and a token of a tool."""
+    ratios = t([[0.5, 9.0, 1.0, 4.0]])
+    old, rollout = ratios.log() - 1, torch.full_like(ratios, -1.0)
+    mask = t([[1, 0, 1, 1]])
+    on = mask.bool()
+    got, stats = losses.rollout_correction(kind, old, rollout, mask, 0.6, 1.5)
+    close(got[on], t(weights).double())
+    close(stats["rollout_clipped"][on], t(clipped).double())
+    close(stats["rollout_dropped"], (mask * (got == 0)).double())
+    close(stats["rollout_kl"], -(ratios.log() * mask))
+    of_row = {"seq": 2.0, "geo": GEO}.get(kind[:3])
+    close(stats["rollout_ratio"], (ratios if of_row is None else of_row) * mask)
+    close(stats["rollout_weight_sq"], stats["rollout_weight"] ** 2)
 
 
 def test_value_loss():
@@ -290,7 +260,7 @@ def test_kl_estimates():
     values |= {"k1+": values["k1"], "k3+": values["k3"]}
     slopes = {"k1": torch.ones(5), "abs": d.sign(), "k2": d, "k1+": d, "k3+": d}
     slopes["k3"] = torch.cat([1 - (-d[:3]).exp(), torch.zeros(2)])
-    for kind in KL_ESTIMATES:
+    for kind in losses.KL_ESTIMATES:
         got = losses.kl_estimate(d, torch.zeros(5), kind)
         close(got, values[kind], msg=kind)
         (slope,) = torch.autograd.grad(got.sum(), d)
@@ -306,7 +276,7 @@ def test_adaptive_kl():
 
 
 @pytest.mark.parametrize("counts", [{}, {"n_tokens": 100, "n_seqs": t(9), "max_len": 64}])
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", losses.AGGREGATIONS)
 def test_aggregate(mode, counts):
     values, mask = columns(make(8), "values", "mask")
     rows = [row[on].tolist() for row, on in zip(values, mask) if on.any()]
@@ -344,17 +314,17 @@ for kind in OBJECTIVES:
         ["logprobs", "logprobs_old", "advantages"],
         lambda m, *a, kind=kind: losses.policy_loss(kind, *a, m, 0.1, 0.2, 2.0),
     )
-for kind in ROLLOUT_CORRECTIONS:
+for kind in losses.ROLLOUT_CORRECTIONS:
     EVERY[kind] = (
         ["logprobs_old", "logprobs_rollout"],
         lambda m, *a, kind=kind: losses.rollout_correction(kind, *a, m, 0.7, 1.4),
     )
-for kind in KL_ESTIMATES:  # with aggregate, whose mask it is
+for kind in losses.KL_ESTIMATES:  # with aggregate, whose mask it is
     EVERY[kind] = (
         ["logprobs", "logprobs_ref"],
         lambda m, *a, kind=kind: losses.aggregate(losses.kl_estimate(*a, kind), m),
     )
-for mode in AGGREGATIONS:
+for mode in losses.AGGREGATIONS:
     EVERY[mode] = (["values"], lambda m, v, mode=mode: losses.aggregate(v, m, mode))
 
 
@@ -392,36 +362,17 @@ def test_garbage_at_mask_0_changes_nothing(name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_dtypes_are_kept_and_an_empty_mask_gives_zeros(name):
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+    for dtype in (torch.float32, torch.float64):
         assert {value.dtype for value in evaluate(name, make(0, dtype=dtype))} == {dtype}
-    x = make(0)
-    for dtype in (torch.float32, torch.long):
-        mask = x["mask"].to(dtype)
-        close(evaluate(name, x | {"mask": mask}), evaluate(name, x), rtol=0, atol=0)
-    x = {key: torch.full_like(column, NAN) for key, column in x.items()}
-    for value in evaluate(name, x | {"mask": 0 * mask}):
+    x = {key: torch.full_like(column, NAN) for key, column in make(0).items()}
+    for value in evaluate(name, x | {"mask": torch.zeros(5, 7)}):
         assert (value == 0).all()
 
 
-def test_bounds_are_inclusive():
-    old = t([[0.5, 1.0, 2.0, 2.1]]).log()
-    args = old, torch.zeros_like(old), torch.ones_like(old)
-    close(losses.rollout_correction("icepop", *args, 0.5, 2.0)[0], t([[0.5, 1, 2, 0]]))
-    assert losses.rollout_correction("veto", *args, 0.5, 2.1)[0].sum() == 4
-    assert losses.rollout_correction("veto", *args, 0.5, 2.0)[0].sum() == 0
-
-
-def test_wrong_names_and_bounds_raise():
+def test_an_unknown_kind_is_refused():
     x = torch.zeros(1, 1)
-    for call, said in (
-        (lambda: losses.policy_loss("PPO", x, x, x, x), "ppo, gspo"),
-        (lambda: losses.rollout_correction("is", x, x, x, 0, 1), "bypass, tis"),
-        (lambda: losses.rollout_correction("icepop", x, x, x, 2, 1), "bound 2 of icepop"),
-        (lambda: losses.rollout_correction("tis", x, x, x, 0, NAN), "upper one, nan"),
-        (lambda: losses.token_logprobs(x, x, x[0], temperature=0.0), "positive"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            call()
+    with pytest.raises(ValueError, match="unknown policy loss 'PPO': choose from ppo, gspo"):
+        losses.policy_loss("PPO", x, x, x, x)
 
 
 def head(T=9, H=5, V=23, dtype=torch.float64):
@@ -445,18 +396,11 @@ def plain_logprobs(hidden, weight, targets, temperature=1.0, softcap=None):
     return logp.gather(-1, several).view_as(targets), entropy
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"chunk": 1, "temperature": 0.7},
-        {"chunk": 4, "temperature": 0.7, "softcap": 1.5},  # it does not divide 23
-        {"chunk": 6, "vocab_size": 20},
-        {"chunk": 6, "banned": [0, 6, 5, 22]},
-        {"vocab_size": 10, "banned": [15]},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    {},
+    {"chunk": 4, "temperature": 0.7, "softcap": 1.5},  # 4 does not divide 23
+    {"chunk": 6, "vocab_size": 20, "banned": [0, 6, 5, 19]},
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("T, n_targets", [(0, 1), (9, 1), (9, 3)])
 def test_token_logprobs_against_log_softmax(options, T, n_targets):
     hidden, weight, targets = head(T)
@@ -467,10 +411,9 @@ def test_token_logprobs_against_log_softmax(options, T, n_targets):
         targets = torch.stack([targets, (targets + 1) % len(kept), targets], 1)
     more = {name: options[name] for name in ("temperature", "softcap") if name in options}
     want = plain_logprobs(hidden, weight[kept], targets, **more)
-    with torch.no_grad():
-        others = torch.ones(23, dtype=torch.bool)
-        others[kept] = False
-        weight[others] = NAN  # what has no probability must not matter
+    others = torch.ones(23, dtype=torch.bool)
+    others[kept] = False
+    weight.data[others] = NAN  # what has no probability must not matter
 
     targets = torch.tensor(kept)[targets]
     outputs = losses.token_logprobs(hidden, weight, targets, entropy=True, **options)
@@ -484,25 +427,23 @@ def test_token_logprobs_against_log_softmax(options, T, n_targets):
     grads = grads_of(*outputs)
     close(grads, grads_of(*want))
     assert (grads[0][1][others] == 0).all()
-    # Without entropy, and its gradient: as if it were only logged.
     logprobs = losses.token_logprobs(hidden, weight, targets, **options)
-    close(logprobs, outputs[0], rtol=0, atol=0)
     alone = [*grad_of(logprobs, hidden), *grad_of(logprobs, weight)]  # as if one were frozen
     close(alone, list(grads[0]), rtol=0, atol=0)
-    for i in others.nonzero():
-        if i < options.get("vocab_size", 23) or not banned:
-            assert (losses.token_logprobs(hidden, weight, i.expand(T), **options) == -INF).all()
+    for i in banned:
+        excluded = torch.full((T,), i)
+        assert (losses.token_logprobs(hidden, weight, excluded, **options) == -INF).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk": 4, "softcap": 1.5, "banned": [22]}], ids=str)
-def test_the_likeliest_ids(options):
+def test_the_likeliest_ids():
     hidden, weight, _ = head()
-    n = 23 - len(options.get("banned", []))
-    ids = torch.arange(n).expand(9, n)
-    logp, _ = plain_logprobs(hidden, weight[:n], ids, 0.7, options.get("softcap"))
-    for k in (1, 5, 40):
-        values, ids = losses.top_logprobs(hidden, weight, k, 0.7, **options)
-        top = logp.topk(min(k, n))
+    ids = torch.arange(22).expand(9, 22)
+    logp, _ = plain_logprobs(hidden, weight[:22], ids, 0.7, 1.5)
+    for k in (5, 40):
+        values, ids = losses.top_logprobs(
+            hidden, weight, k, 0.7, chunk=4, softcap=1.5, banned=[22]
+        )
+        top = logp.topk(min(k, 22))
         close(values, top.values.detach())
         assert ids.equal(top.indices)
 
@@ -519,7 +460,6 @@ def test_top_kl_is_a_kl_that_grows_with_k():
         before = kl
     close(kl, whole)
     close(grad_of(kl, logq), grad_of(whole, logq))
-    assert losses.top_kl(top, top).abs().max() < 1e-9
 
 
 class Spy(TorchDispatchMode):
@@ -535,44 +475,28 @@ class Spy(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-def test_the_logits_are_never_whole(entropy):
+def test_the_logits_are_never_whole():
     hidden, weight, targets = head(T=300, H=2, V=20_000, dtype=torch.float32)
     with Spy() as spy:
-        outputs = losses.token_logprobs(hidden, weight, targets, 0.9, entropy=entropy)
-        total = outputs[0].sum() + outputs[1].sum() if entropy else outputs.sum()
-        total.backward()
+        logprobs, entropy = losses.token_logprobs(hidden, weight, targets, 0.9, entropy=True)
+        (logprobs.sum() + entropy.sum()).backward()
     assert spy.largest <= 300 * 20_000 // 32
 
 
-@pytest.mark.parametrize("dtypes", [
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float32, torch.bfloat16),
-    (torch.float32, torch.float32),
-], ids=str)  # fmt: skip
-def test_logits_are_float32(dtypes):
-    # bfloat16 logits would be off by 1e-2. Logits of +-50 have entropies of 1e-5: lse - sum p z
-    # would lose all their digits.
+def test_half_precision_gives_float32_logits():
+    """bfloat16 logits would be off by 1e-2. Logits of +-50 have entropies of 1e-5."""
     hidden, weight, targets = head(T=16, H=64, V=300)
-    operands = []
-    for x, dtype in zip((hidden, weight), dtypes):
-        operands.append(x.detach().to(dtype).requires_grad_())
+    operands = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
     exact = [operand.detach().double().requires_grad_() for operand in operands]
     outputs = losses.token_logprobs(*operands, targets, 0.8, 128, entropy=True)
     want = plain_logprobs(*exact, targets, 0.8)
     assert all(output.dtype == torch.float32 for output in outputs)
     close(outputs, want, rtol=1e-5, atol=1e-5, check_dtype=False)
+    grads = grad_of(sum(outputs), *operands)
+    for grad, wanted in zip(grads, grad_of(sum(want), *exact)):
+        assert grad.dtype == torch.bfloat16
+        assert (grad.double() - wanted).norm() / wanted.norm() < 1e-2
 
-    tolerance = 1e-5 if dtypes == (torch.float32, torch.float32) else 1e-2
-    grads = grad_of(outputs[0] + outputs[1], *operands)
-    for grad, operand, wanted in zip(grads, operands, grad_of(want[0] + want[1], *exact)):
-        assert grad.dtype == operand.dtype
-        assert (grad.double() - wanted).norm() / wanted.norm() < tolerance
-
-
-def test_autocast():
-    hidden, weight, targets = head(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = losses.token_logprobs(hidden, weight, targets)
-    close(got, losses.token_logprobs(hidden.bfloat16(), weight.bfloat16(), targets), rtol=0, atol=0)
-    assert all(grad.dtype == torch.float32 for grad in grad_of(got, hidden, weight))
+        got = losses.token_logprobs(exact[0].float(), exact[1].float(), targets, 0.8)
+    close(got, outputs[0], rtol=1e-5, atol=1e-5)
