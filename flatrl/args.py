@@ -523,6 +523,7 @@ def check_effects(args: Args):
         "clip_high": ("policy_loss", objective != "reinforce"),
         "clip_c": ("policy_loss", has_dual_clip),
         "ref_model": ("hints", not args.hints),
+        "replay": ("hints", not args.hints),  # files of rollouts hold no prompts with hints
         "hints": ("kl_coef", args.kl_coef),
         "kl_in": ("kl_coef", args.kl_coef),
         "kl_kind": ("kl_coef", args.kl_coef),
