@@ -8,8 +8,8 @@
                 end without padding, and each shared prefix only once. flatrl/attention.py
                 implements the attention.
 
-The words output, unit, group and turn, and the letters of shapes, are those of losses.py. L is
-the number of tokens of the longest sequence.
+The words output, unit, group and turn, and the letters of shapes, are those of losses.py. Two
+more letters: L tokens in the longest sequence, and P tokens that go through the network.
 
 Every rank holds the batch of the whole step (token ids and images are small), so advantages and
 mini-batches are computed globally. Then each rank works on its own rows."""
@@ -57,7 +57,6 @@ from flatrl.rows import (
     check_row,
     check_tokenizer,
     tool_schemas,
-    warn_of_media,
 )
 from flatrl.tables import Rows, prompt_order, read_files  # noqa: F401
 from flatrl.terminal import Bar
@@ -104,18 +103,17 @@ def load_rows(
 ) -> Sequence[dict]:
     """Returns the rows of a split ("train" or "val"), checked and normalised to verl's columns.
 
-    files: read instead of calling the task's `load`. Their rows stay on disk: the result is not a
-    list but Rows, and a row is checked when it is accessed.
+    files: read instead of calling the task's `load`. Their rows stay on disk: the result is Rows,
+    and a row is checked when it is accessed.
     prompt_key: the column with the prompt: a chat, or a text, which becomes a user message.
-
     image_key: the column with the prompt's images, which becomes `images`. The prompt needs a
-    placeholder for each image: a part {"type": "image"} of a message's content, or "<image>" in
-    its text.
+        placeholder for each: a part {"type": "image"} of a message's content, or "<image>" in
+        its text.
 
     The task's SYSTEM_PROMPT is inserted before every prompt without a system message.
 
-    Raises BadInput if there are no training rows, if a row's prompt is neither a chat nor a text,
-    or if it doesn't match the row's images. Without validation rows nothing is evaluated."""
+    Raises BadInput if there are no training rows, or if a row is not as said here. Without
+    validation rows nothing is evaluated."""
     source = ", ".join(files) if files else f"load({split!r})"
     with refusing(f"{source} does not give a list of rows"):
         rows = read_files(files) if files else list(task.load(split))
@@ -148,9 +146,9 @@ def demonstrated(rows: Sequence[dict], only: bool) -> Sequence[dict]:
 def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None) -> Sequence[dict]:
     """Checks rows and tokenizer, and returns the rows whose prompts are not too long.
 
-    The limit is args.max_prompt_tokens tokens of the rendered prompt. `_prompt_length`,
-    `check_tokenizer` and, if args play demonstrations, `check_demonstration` list what else is
-    checked. The main rank does it for all ranks.
+    The limit is args.max_prompt_tokens tokens of the rendered prompt. With --prompt_truncate_side
+    longer prompts are cut first. `_checked_length`, `check_tokenizer` and, if args play
+    demonstrations, `check_demonstration` list what is checked. The main rank does it for all.
 
     Raises BadInput if a check fails, or if no prompt is short enough."""
     if not rows:
@@ -158,25 +156,17 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     chat_tokenizer = with_template_variables(tokenizer, args.chat_template_args)
     limit = args.max_prompt_tokens
 
-    def length_of(number: int, row: dict) -> int:
-        return _prompt_length(f"row {number}", row, chat_tokenizer, task, args, processor)
+    def length_of(row: dict) -> int:
+        return _checked_length(row, chat_tokenizer, task, args, processor)
 
-    uncut = rows
-    side = args.prompt_truncate_side
-
-    def cut(number: int) -> dict:
-        length_of_row = functools.partial(length_of, number)
-        return _cut(uncut[number], limit, length_of_row, chat_tokenizer, side)
-
-    if side != "none":
+    if args.prompt_truncate_side != "none":
+        side = args.prompt_truncate_side
+        uncut = rows
+        cut = lambda number: _cut(uncut[number], limit, length_of, chat_tokenizer, side)
         rows = Rows(cut, range(len(uncut)))
 
     def check_all() -> np.ndarray:
-        lengths = [
-            length_of(number, row)
-            for number, row in enumerate(Bar(rows, "prompts"))
-        ]
-        warn_of_media(rows[0])
+        lengths = [length_of(row) for row in Bar(rows, "prompts")]
         check_tokenizer(tokenizer, chat_tokenizer, rows[0], task, args)
         if args.num_steps and args.imitation_steps != 0:  # None: demonstrations in all steps
             check_demonstration(rows, chat_tokenizer, args)
@@ -203,39 +193,30 @@ def _cut(row: dict, limit: int, length_of: Callable, tokenizer, side: str) -> di
     def n_tokens(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
 
-    places = []  # of the texts: a message or a part of one, and the key
+    texts = []  # (a message or a part of one, the key of its text)
     for message in row["prompt"]:
         content = message.get("content")
         if isinstance(content, str):
-            places.append((message, "content"))
+            texts.append((message, "content"))
         else:
-            places += [(part, "text") for part in content or () if "text" in part]
+            texts += [(part, "text") for part in content or () if "text" in part]
+    texts.sort(key=lambda text: len(text[0][text[1]]), reverse=True)
 
-    def n_characters(place):
-        message, key = place
-        return len(message[key])
-
-    for message, key in sorted(places, key=n_characters, reverse=True):
+    for holder, key in texts:
         excess = length_of(row) - limit
-        n_kept = n_tokens(message[key]) - excess - n_tokens("...")
+        n_kept = n_tokens(holder[key]) - excess - n_tokens("...")
         if excess > 0 and n_kept > 0:
-            message[key] = shorten(message[key], n_kept, side, tokenizer)
+            holder[key] = shorten(holder[key], n_kept, side, tokenizer)
     return row
 
 
-def _prompt_length(
-    name: str,
-    row: dict,
-    chat_tokenizer,
-    task,
-    args,
-    processor,
-) -> int:
-    """Returns the number of tokens in a row's rendered prompt, with its images and its hint.
+def _checked_length(row: dict, chat_tokenizer, task, args, processor) -> int:
+    """Checks a row, and returns the tokens of its rendered prompt, with its images and its hint.
 
-    Raises BadInput if the row's agent loop, one of its tools or its interaction is unknown, if
-    it has more than args.max_images images, if an image can't be read, or if there are images
-    although the model takes none (processor is None)."""
+    Raises BadInput if its agent loop, one of its tools or its interaction is unknown, if its
+    prompt can't be rendered, if an image can't be read, or if it has more than args.max_images,
+    or any although the model takes none (processor is None)."""
+    name = f"row {row.get('index')}"
     images = row.get("images") or []
     need(
         len(images) <= args.max_images,
@@ -288,10 +269,10 @@ def stable_hash(*parts) -> int:
 
 
 def _group_label(output):
-    """Returns the integer label of an output's group.
+    """Returns the integer label of an output's group: a hash of its prompt and its name.
 
-    It is a hash of the prompt and the name of the group or, by default, of the unit. Without any
-    name it is the prompt's number, so all rollouts of a prompt are compared."""
+    The name is that of the group, by default of the unit. Without any, all rollouts of a prompt
+    are compared, and the label is the prompt's number."""
     name = output.group or output.unit
     prompt = output.extra["prompt"]
     return stable_hash(prompt, name) if name else prompt
@@ -510,13 +491,11 @@ class EndToEnd:
         self.n_units = len(batch.units.outcomes)
         self.sampled = batch["response_mask"].bool()
         # A sampled token takes one place, the first one of a turn also the empty place before it.
-        # In the example above: 2 1 0 0 2, then 2 1, then 0 2 1.
+        # In the example above: 2 1 0 0 2, 2 1, and 0 2 1.
         widths = self.sampled.int() + losses.turn_starts(self.sampled)  # (B, T)
         starts = self._starts(batch, widths.sum(1).tolist())  # (B, 1)
-        # A token's place is its output's start, plus the widths up to and with its own, minus 1.
-        # Other tokens have width 0, so they have the place of the last sampled one before them.
-        # Those before the output's first sampled one get the place of that one. In the example
-        # above: 1 2 2 2 4, then 6 7, then 1 1 2.
+        # Tokens that were not sampled have width 0, so they get the place of the last sampled one
+        # before them or, by the clamp, of the output's first. Above: 1 2 2 2 4, 6 7, and 1 1 2.
         places = widths.cumsum(1, dtype=torch.int32) + (starts - 1)
         places.clamp_(min=starts + 1)
         self.nearest_place = places.where(self.sampled.any(1, keepdim=True), 0)
@@ -700,8 +679,11 @@ def columns_of(
     names: Sequence[str],
     device,
 ) -> dict:
-    """Returns the named columns of a micro-batch's rows, on a device; all 0 for a filler."""
-    columns = to_device({name: batch[name][micro.rows] for name in names}, device)
+    """Returns the named tensors of a micro-batch's rows, (b, T), on a device; 0 for a filler.
+
+    T is that of the whole step, so results do not depend on the rows that come together."""
+    columns = {name: batch[name][micro.rows] for name in names}
+    columns = to_device(columns, device)
     if micro.is_filler:
         for column in columns.values():
             column.zero_()
@@ -730,10 +712,7 @@ def count_globally(
 
 
 # ---------------------------------------------------------------- packing
-# Rows are packed: they have no padding, and a prefix that rows of a micro-batch share goes through
-# the network once. A MicroBatch knows what its rows share. micro_batches_of_this_rank chooses the
-# rows of each, and pack_rows makes the network's inputs. Models that can't take packed rows get
-# right-padded ones, which share nothing.
+# Models that can't take packed rows get right-padded ones, which share nothing.
 
 
 @dataclass
@@ -956,9 +935,8 @@ def pack(
     lengths: Sequence[int] | Tensor,
     starts: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Joins R sequences end to end, without padding.
+    """Joins R sequences, (R, L) right-padded or a list of them, end to end without padding.
 
-    input_ids: (R, L) right-padded, or a list of R sequences.
     lengths (R,): where each sequence ends.
     starts: how many tokens to leave out at the start of each sequence; default: none.
 
@@ -1008,12 +986,11 @@ def _pack_shared_prefixes(ids: BL, micro: MicroBatch) -> tuple[dict, BL]:
         places.append(row_places)
 
     if any(micro.shared):
-        # The tokens that a row adds attend to keys and values of all tokens of the row. `pack`
-        # joins their places, and counts them.
+        # The tokens that a row adds attend to keys and values of all tokens of the row.
         attended = [row_places for row_places, n in zip(places, n_added) if n]
-        n_attended = [len(row_places) for row_places in attended]
-        key_index, _, inputs["cu_seqlens_k"], _ = pack(attended, n_attended)
-        inputs["key_index"] = key_index[0]
+        ends = torch.tensor([len(row_places) for row_places in attended]).cumsum(0)
+        inputs["key_index"] = torch.cat(attended)
+        inputs["cu_seqlens_k"] = torch.cat([torch.tensor([0]), ends]).int()
     return inputs, pad_sequence(places, batch_first=True)
 
 
@@ -1024,11 +1001,10 @@ def pack_rows(
     is_packed: bool = True,
     top_k: int = 0,
 ) -> dict:
-    """Returns the network's inputs for a micro-batch, and where to read the predictions.
+    """Returns the network's inputs for R rows, and where to read the predictions.
 
-    P tokens go through the network for R rows. If they are packed, a prefix that a row shares
-    with the row before it counts once. A token's place is its position among these P: see the
-    example of `_pack_shared_prefixes`.
+    If they are packed, a prefix that a row shares with the row before it goes through the network
+    once. A token's place is its position among the P tokens that do (`_pack_shared_prefixes`).
 
     Returns a dict:
         inputs    of the model, see below
@@ -1056,8 +1032,8 @@ def pack_rows(
         "inputs": inputs,
         "images": _images_of_rows(batch, micro),
         "top_k": top_k,
+        **_predictions(batch, micro, ids, places),
     }
-    result |= _predictions(batch, micro, ids, places)
     return to_device(result, device)
 
 
@@ -1068,10 +1044,10 @@ ID_LIMIT = 2**32
 def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
     """Returns which tokens of a micro-batch are predicted, and from where.
 
-    ids: the token ids of its rows. places: their places (`pack_rows`). n of these tokens are
-    to be predicted: sampled or demonstrated. A prediction is a pair: the
-    place of the token before, and the predicted id. Rows that agree up to and including a sampled
-    token share its prediction, so there are M <= n of them.
+    ids: the token ids of its rows. places: their places (`pack_rows`). n of these tokens are to
+    be predicted: sampled or demonstrated. A prediction is a pair: the place of the token before,
+    and the predicted id. Rows that agree up to and including a sampled token share its
+    prediction, so there are M <= n of them.
 
         source       (M,) places of the tokens whose hidden states predict
         targets      (M,) ids of the predicted tokens

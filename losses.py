@@ -36,22 +36,13 @@ import torch
 from torch import Tensor, no_grad
 from torch.autograd.function import once_differentiable
 
-# Shapes, as annotations for readers. Within one call, a letter is always the same size. *S stands
-# for any number of dimensions.
-Scalar = Annotated[Tensor, ""]
+# Shapes, as annotations for readers. Within one call, a letter is always the same size.
 N = Annotated[Tensor, "N"]  # units
 NS = Annotated[Tensor, "N S"]  # units x tokens of all their outputs, laid end to end
-Turns = Annotated[Tensor, "turns"]  # the sampled turns of all units: runs of mask-1 tokens
+Turns = Annotated[Tensor, "turns"]  # the sampled turns of all units
 B = Annotated[Tensor, "B"]  # outputs
 BT = Annotated[Tensor, "B T"]  # outputs x response tokens, right-padded
-BTK = Annotated[Tensor, "B T K"]  # the same x K ids of the vocabulary for each token
-Same = Annotated[Tensor, "*S"]  # any shape, but the same one throughout a call
-P = Annotated[Tensor, "P"]  # tokens to be predicted
-PH = Annotated[Tensor, "P H"]  # tokens to be predicted x hidden size, which predict them
-VH = Annotated[Tensor, "V H"]  # vocabulary x hidden size
-PK = Annotated[Tensor, "P K"]  # tokens to be predicted x K ids of the vocabulary each
 LossAndStats = tuple[BT, dict[str, BT]]
-WeightsAndStats = LossAndStats
 
 KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 AGGREGATIONS = (
@@ -66,8 +57,7 @@ AGGREGATIONS = (
 def _masked(mask, *tensors):
     """Returns the mask as bool, then each tensor with 0 where the mask is 0.
 
-    Public functions do this BEFORE any arithmetic. Multiplying by the mask afterwards would not
-    remove a NaN, because 0 * NaN is NaN."""
+    Public functions do this BEFORE any arithmetic: a NaN times a mask of 0 is still NaN."""
     mask = mask.bool()
     return mask, *(torch.where(mask, tensor, 0) for tensor in tensors)
 
@@ -75,12 +65,9 @@ def _masked(mask, *tensors):
 def _zero_where_masked(mask, loss, stats):
     """Returns a per-token loss (or weights) and its stats, with 0 where the mask is 0.
 
-    Detaches the stats, and converts them to the loss's dtype."""
-    loss = torch.where(mask, loss, 0)
-    clean_stats = {}
-    for name, stat in stats.items():
-        clean_stats[name] = torch.where(mask, stat.detach().to(loss.dtype), 0)
-    return loss, clean_stats
+    The stats are detached and get the loss's dtype."""
+    clean = {name: torch.where(mask, x.detach().to(loss.dtype), 0) for name, x in stats.items()}
+    return torch.where(mask, loss, 0), clean
 
 
 def _row_mean(values, mask):
@@ -92,22 +79,20 @@ def _row_mean(values, mask):
 
 
 def _ratio(log_ratio):
-    """Returns exp(log_ratio), with log_ratio clamped to +-20 so that exp can't overflow.
-
-    No clip has bounds so wide."""
+    """Returns exp(log_ratio), with log_ratio clamped to +-20 so that exp can't overflow."""
     return log_ratio.clamp(-20, 20).exp()
 
 
 def _as_float(values):
-    """Converts integers to torch's default dtype, and leaves floating-point values alone."""
+    """Converts integers to floats, and leaves floating-point values alone."""
     return values.to(torch.result_type(values, 1.0))
 
 
 def _moments(values, mask):
-    """Computes moments of values (B, T) over the mask-1 tokens, in float64.
+    """Returns moments of values (B, T) over the mask-1 tokens, in float64.
 
-    Returns a tuple: values - mean (B, T), the mean, the sum of squares of values - mean, and the
-    number of tokens. E[x^2] - mean^2 would lose precision by cancellation."""
+    They are values - mean (B, T), the mean, the sum of squares of values - mean, and the number
+    of tokens."""
     mask, values = _masked(mask, values.double())
     n_tokens = mask.sum()
     mean = values.sum() / n_tokens.clamp(min=1)
@@ -128,15 +113,15 @@ def group_sum(values: N, groups: N) -> N:
 def _center(rewards, groups):
     """Returns each reward minus its group's mean, and the group's size: (N,) each, in float64.
 
-    In float32, the mean of eight rewards of 0.1 is not exactly 0.1. Divided by a std of 0 + eps,
-    that error would look like a signal."""
+    In float32 the mean of eight rewards of 0.1 is not 0.1, and the error would look like a
+    signal."""
     rewards = rewards.double()
     size = group_sum(torch.ones_like(rewards), groups)
     return rewards - group_sum(rewards, groups) / size, size
 
 
 def turn_starts(mask: BT) -> BT:
-    """Returns a bool mask of the first token of each turn. A turn is a run of mask-1 tokens."""
+    """Returns a bool mask of the first token of each turn."""
     mask = mask.bool()
     previous = torch.nn.functional.pad(mask, (1, -1))  # the mask, shifted right by one
     return mask & ~previous
@@ -203,13 +188,12 @@ def estimator(name: str) -> Callable:
                        (N, S) each, 0 where the mask is 0. versions: of the weights that sampled
                        the token. If you ask for logprobs_old or entropy, the policy scores the
                        batch before the update. logprobs_ref needs --ref_model or --kl_coef.
-        state          a dict that is empty at first and keeps what you put in it from step to
-                       step, and in checkpoints. Pickle must be able to save it.
+        state          a dict, empty at first, that keeps what you put in it from step to step
+                       and in checkpoints, as a pickle
         args           all flags
     Return advantages, (N, S), or (N,) if all tokens of a unit have the same. With `values`,
-    return a tuple: advantages and returns, both (N, S).
-
-    Parameters with a default are not filled. Other names than these raise ValueError."""
+    return a tuple: advantages and returns, both (N, S). Parameters with a default are not
+    filled. Other names than these raise ValueError."""
     return partial(_register, ESTIMATORS, _ESTIMATOR_INPUTS, name)
 
 
@@ -228,9 +212,7 @@ def objective(name: str) -> Callable:
         args                          all flags
     Return the loss per token, (B, T), to be minimised, or a tuple: that loss and a dict of
     stats, (B, T) each. --rollout_correction, --entropy_coef and --kl_coef are applied to the
-    result.
-
-    Parameters with a default are not filled. Other names than these raise ValueError."""
+    result. Parameters with a default are not filled. Other names than these raise ValueError."""
     return partial(_register, OBJECTIVES, _OBJECTIVE_INPUTS, name)
 
 
@@ -267,10 +249,8 @@ def gae(
         target_t = A_t + V_t
 
     See arXiv 1506.02438, eq. 16. Here t+1 is the next mask-1 token: tokens of tools and users
-    are skipped. After the last mask-1 token, V and A are 0.
-
-    A turn is a run of mask-1 tokens. At its last token, gamma is multiplied by turn_discount.
-    With gamma 1, rewards are therefore discounted only once per turn."""
+    are skipped. After the last mask-1 token, V and A are 0. At the last token of a turn, gamma is
+    multiplied by turn_discount: with gamma 1, rewards are discounted only once per turn."""
     mask, rewards, values = _masked(mask, rewards, values)
     advantages = torch.zeros_like(rewards + values)  # the dtype of both
 
@@ -296,12 +276,7 @@ def _gae(token_rewards, values, mask, args):
 
 
 @no_grad
-def reinforce_pp_advantages(
-    rewards: BT,
-    mask: BT,
-    gamma: float,
-    turn_discount: float = 1.0,
-) -> BT:
+def reinforce_pp_advantages(rewards: BT, mask: BT, gamma: float, turn_discount: float = 1.0) -> BT:
     """Computes the advantages of REINFORCE++ (arXiv 2501.03262): discounted returns.
 
         A_t = r_t + gamma A_{t+1}    over mask-1 tokens, with turn_discount as in `gae`
@@ -324,8 +299,7 @@ def whiten(x: BT, mask: BT, shift_mean: bool = True) -> BT:
 
         (x - mean) / sqrt(var + 1e-8)    var is unbiased
 
-    Pass the WHOLE batch, from all ranks. With shift_mean=False the mean is kept, and only the
-    variance changes."""
+    Pass the WHOLE batch, from all ranks. With shift_mean=False the mean stays as it is."""
     centered, mean, squares, n_tokens = _moments(x, mask)
     variance = squares / (n_tokens - 1).clamp(min=1)
     white = centered * (variance + 1e-8).rsqrt()
@@ -363,34 +337,26 @@ def _drgrpo(rewards, groups):
 
 
 @no_grad
-def gigpo_advantages(
-    rewards: NS,
-    mask: NS,
-    states: Turns,
-    turn_discount: float,
-) -> NS:
+def gigpo_advantages(rewards: NS, mask: NS, states: Turns, turn_discount: float) -> NS:
     """Computes the turn advantages of GiGPO (arXiv 2505.10978, eq. 7).
 
         R_k = sum_{j >= k} turn_discount^(j - k) r_j
         A   = `grpo_advantages` of R among the turns that met the same state
 
     r_j is the reward of turn j of a unit. All tokens of a turn get its A. A turn gets 0 if no
-    other turn met its state.
+    other turn met its state. The paper adds the units' own advantages to the result.
 
     states: an integer for each turn, those of unit 0 first. Equal integers mean the same state in
-    the same group.
-
-    The caller adds the units' own advantages to the result. The paper adds them unweighted."""
+    the same group."""
+    mask = mask.bool()
     starts = turn_starts(mask)  # (N, S)
     # Within a turn nothing is discounted, so the return at its first token is R_k.
     returns = reinforce_pp_advantages(rewards, mask, 1.0, turn_discount)[starts]  # (turns,)
     advantages = grpo_advantages(returns, states)
 
-    # Counting the starts numbers the turns from 1. Number 0 belongs to the tokens before the
-    # first turn of the batch. They have mask 0, but the lookup needs an entry for them.
-    turn = starts.flatten().cumsum(0).view_as(mask)  # (N, S)
-    advantages = torch.cat([returns.new_zeros(1), advantages])
-    return torch.where(mask.bool(), advantages[turn], 0)
+    # Counting the starts among the sampled tokens gives the turn of each.
+    turn = starts[mask].cumsum(0) - 1
+    return advantages.new_zeros(mask.shape).masked_scatter(mask, advantages[turn])
 
 
 @estimator("gigpo")
@@ -480,14 +446,10 @@ def policy_loss(
     clip_low, clip_high: bounds of the ratio; gmpo: of its logarithm; sapo: temperatures.
     entropy, args, more: further inputs by their names, for an `objective` that asks for them.
 
-    Notes:
-        all six            With logprobs_old = logprobs.detach() the ratio is exactly 1, and the
-                           gradient is that of REINFORCE. (gmpo: if the advantage is constant
-                           along a row.)
-        gspo, gmpo, sapo   To match the papers, aggregate by "seq-mean-token-mean".
-        gspo, gmpo         The ratio is computed per row, so each output of a unit has its own.
-        gmpo               A weight per token that multiplies the loss acts as the arithmetic mean
-                           of the row's weights.
+    With logprobs_old = logprobs.detach() the ratio is exactly 1, and the gradient is that of
+    REINFORCE (gmpo: if the advantage is constant along a row). gspo and gmpo take the ratio of a
+    row, so each output of a unit has its own. To match the papers, aggregate gspo, gmpo and sapo
+    by "seq-mean-token-mean".
 
     stats:
         ratio            per token; with gspo and gmpo that of the row
@@ -496,8 +458,7 @@ def policy_loss(
         clipfrac_lower   1 where the bound clip_c is active
     and those of your own objective.
 
-    Raises ValueError for an unknown kind, for clip_c <= 1, and if the loss of your own objective
-    is not (B, T)."""
+    Raises ValueError for clip_c <= 1, and if the loss of your own objective is not (B, T)."""
     _check_choice("policy loss", kind, OBJECTIVES)
     if clip_c is not None and clip_c <= 1:
         raise ValueError(f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
@@ -523,9 +484,7 @@ def policy_loss(
 
 
 def _call_objective(kind, inputs):
-    """Returns an objective's loss, and the common stats together with its own.
-
-    Raises ValueError unless there is a loss for each token."""
+    """Returns an objective's loss, and the common stats together with its own."""
     function = OBJECTIVES[kind]
     loss = function(**{name: inputs[name] for name in function.takes})
     no_clipping = torch.zeros_like(inputs["mask"])  # unless the objective has stats of its own
@@ -572,8 +531,7 @@ def _gspo(logprobs, logprobs_old, advantages, mask, clip_low, clip_high, clip_c)
 
         ppo with r = sg[s] pi / sg[pi], s = (product of the row's ratios)^(1 / |y|)
 
-    All tokens of a row have the ratio s, but each has a gradient through its own logprob. The
-    paper's clip_low and clip_high are 3e-4 and 4e-4."""
+    All tokens of a row have the ratio s, but each has a gradient through its own logprob."""
     detached = logprobs.detach()
     log_s = _row_mean(detached - logprobs_old, mask)  # (B, 1)
     log_ratio = log_s + (logprobs - detached)
@@ -589,8 +547,7 @@ def _gmpo(logprobs, logprobs_old, advantages, mask, clip_low, clip_high):
         -mean(A) (product of the row's r')^(1 / |y|)    at every token of the row
         log r' = min(log r, clip_high) if A >= 0, else max(log r, -clip_low)
 
-    In the paper, all tokens of a row have the same A.
-    The stat `ratio` is that of the row."""
+    In the paper, all tokens of a row have the same A."""
     log_ratio = (logprobs - logprobs_old).clamp(-20, 20)  # as in `_ratio`
     bounded = torch.where(
         advantages >= 0,
@@ -608,8 +565,8 @@ def _cispo(logprobs, ratio, advantages, clip_low, clip_high):
 
         -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi
 
-    clip_high 0.28 means a cap of 1.28, as in verl and slime. (TRL's flag is the cap itself.)
-    Tokens beyond the bounds keep a gradient."""
+    clip_high 0.28 means a cap of 1.28, as in verl and slime. Tokens beyond the bounds keep a
+    gradient."""
     weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
     loss = -weight * advantages * logprobs
     return loss, {"clipfrac": weight != ratio}
@@ -640,22 +597,18 @@ def _reinforce(logprobs, advantages):
 
 
 def _unweighted(ratio, low, high, mask):
-    """1 everywhere."""
     return torch.ones_like(ratio)
 
 
 def _truncated(ratio, low, high, mask):
-    """The ratio, but at most `high` (arXiv 1802.01561)."""
     return ratio.clamp(max=high)
 
 
 def _dropped(ratio, low, high, mask):
-    """The ratio, but 0 outside [low, high] (arXiv 2510.18855)."""
     return torch.where((low <= ratio) & (ratio <= high), ratio, 0)
 
 
 def _vetoed(ratio, low, high, mask):
-    """1, but 0 in rows where any token's ratio is outside [low, high]."""
     is_outside = mask & ((ratio < low) | (ratio > high))
     return torch.where(is_outside.any(-1, keepdim=True), 0, torch.ones_like(ratio))
 
@@ -684,11 +637,11 @@ def rollout_correction(
     mask: BT,
     low: float,
     high: float,
-) -> WeightsAndStats:
+) -> LossAndStats:
     """Computes importance weights from the engine's policy to the trainer's, and stats.
 
-    rho is exp(logprobs_old - logprobs_rollout) of a token. For seq_* it is the product over the
-    row's mask-1 tokens. For geo_* it is their geometric mean.
+    rho is exp(logprobs_old - logprobs_rollout) of a token, for seq_* the product over the row's
+    mask-1 tokens, for geo_* their geometric mean.
         none                    1
         bypass                  1, because the objective takes logprobs_rollout as logprobs_old
         tis, seq_tis, geo_tis   min(rho, high)                     truncated, arXiv 1802.01561
@@ -710,7 +663,7 @@ def rollout_correction(
     With global means, mean(weight)^2 / mean(weight_sq) is the effective sample size, as a share
     of all tokens.
 
-    Raises ValueError for an unknown kind, and unless low <= high."""
+    Raises ValueError unless low <= high."""
     _check_choice("rollout correction", kind, _CORRECTIONS)
     if not low <= high:
         raise ValueError(f"the lower bound {low} of {kind} must not exceed the upper one, {high}")
@@ -770,12 +723,11 @@ def value_loss(
 
 
 @no_grad
-def explained_variance(values: BT, returns: BT, mask: BT) -> Scalar:
+def explained_variance(values: BT, returns: BT, mask: BT) -> Tensor:
     """Returns 1 - var(R - V) / var(R) over the mask-1 tokens.
 
-    1 means a perfect critic. 0 means a critic that is no better than a constant, or that the
-    returns do not vary."""
-    # Sums of squares suffice, because both variances have the same denominator.
+    1 is a perfect critic, 0 one that is no better than a constant. Where the returns do not vary
+    it is 0."""
     _, _, error_squares, _ = _moments(returns - values, mask)
     _, _, return_squares, _ = _moments(returns, mask)
     explained = torch.where(return_squares > 0, 1 - error_squares / return_squares, 0)
@@ -785,7 +737,7 @@ def explained_variance(values: BT, returns: BT, mask: BT) -> Scalar:
 # ---- KL to the reference -------------------------------------------------------------------
 
 
-def kl_estimate(logprobs: Same, logprobs_ref: Same, kind: str) -> Same:
+def kl_estimate(logprobs: Tensor, logprobs_ref: Tensor, kind: str) -> Tensor:
     """Estimates KL(pi, pi_ref) at each token that pi sampled.
 
     With d = logprobs - logprobs_ref (joschu.net/blog/kl-approx.html):
@@ -799,9 +751,7 @@ def kl_estimate(logprobs: Same, logprobs_ref: Same, kind: str) -> Same:
 
     There is no mask, because `aggregate` applies it to the result. Where d is infinite or NaN, the
     gradient is 0, because no later mask could remove a NaN from it. The value stays, so that a NaN
-    at mask 1 is noticed.
-
-    Raises ValueError for an unknown kind."""
+    at mask 1 is noticed."""
     _check_choice("KL estimate", kind, KL_ESTIMATES)
     difference = logprobs - logprobs_ref.detach()
     finite = difference.isfinite()
@@ -816,15 +766,17 @@ def kl_estimate(logprobs: Same, logprobs_ref: Same, kind: str) -> Same:
     return torch.where(finite, value, difference.detach())
 
 
-def top_kl(logprobs: BTK, logprobs_ref: BTK) -> BT:
+def top_kl(logprobs: Tensor, logprobs_ref: Tensor) -> BT:
     """Returns KL(pi_ref, pi) at each token, of K ids and of all other ids together.
+
+    Both arguments are (B, T, K), at the ids that pi_ref finds likeliest. With p of pi_ref and q
+    of pi:
 
         sum_k p_k log(p_k / q_k) + p_rest log(p_rest / q_rest)    p_rest = 1 - sum_k p_k
 
-    with p of pi_ref and q of pi. It is the KL of distributions over K + 1 categories, so it is >= 0
-    and at most the KL over all ids. The ids are those that pi_ref finds likeliest. Without the
-    rest (verl's forward_kl_topk), the sum can be negative. p_rest and q_rest are at least 1e-6,
-    because a float32 sum of probabilities is not more exact."""
+    It is the KL of distributions over K + 1 categories: >= 0, and at most the KL over all ids.
+    Without the rest (verl's forward_kl_topk), the sum can be negative. p_rest and q_rest are at
+    least 1e-6, because a float32 sum of probabilities is not more exact."""
     p = logprobs_ref.detach().exp()
     p_rest = (1 - p.sum(-1)).clamp(min=1e-6)
     q_rest = (1 - logprobs.exp().sum(-1)).clamp(min=1e-6)
@@ -856,11 +808,11 @@ def aggregate(
     x: BT,
     mask: BT,
     mode: str = "token-mean",
-    n_tokens: float | Scalar | None = None,
-    n_seqs: float | Scalar | None = None,
+    n_tokens: float | Tensor | None = None,
+    n_seqs: float | Tensor | None = None,
     max_len: int | None = None,
     unit_tokens: B | None = None,
-) -> Scalar:
+) -> Tensor:
     """Sums x over the mask-1 tokens, and divides by GLOBAL counts.
 
         token-mean                sum / n_tokens               DAPO, arXiv 2503.14476
@@ -877,9 +829,7 @@ def aggregate(
 
     unit_tokens: the number of mask-1 tokens in the whole unit of each row. If given, a "sequence"
     above is a unit, otherwise it is a row. A "row mean" is then the mean over the unit, and the
-    rows of a unit together weigh as much as one row.
-
-    Raises ValueError for an unknown mode."""
+    rows of a unit together weigh as much as one row."""
     _check_choice("aggregation", mode, AGGREGATIONS)
     # If the mask is 0 everywhere, the result is 0 but still has a graph: under DDP, a rank without
     # work must run its backward pass too.
@@ -899,7 +849,7 @@ def aggregate(
     return (values.sum() / denominator.clamp(min=1)).to(values.dtype)
 
 
-def count_sequences(mask: BT, unit_tokens: B | None = None) -> Scalar:
+def count_sequences(mask: BT, unit_tokens: B | None = None) -> Tensor:
     """Counts the rows or, with unit_tokens, the units that have mask-1 tokens.
 
     unit_tokens: see `aggregate`. Each row counts as its share of its unit's tokens, so the rows
@@ -911,11 +861,12 @@ def count_sequences(mask: BT, unit_tokens: B | None = None) -> Scalar:
 
 
 # ---- Token log-probabilities without the logits --------------------------------------------
+# Shapes: M tokens to be predicted, hidden size H, vocabulary V, K ids for each token.
 
 
 def token_logprobs(
-    hidden: PH,
-    weight: VH,
+    hidden: Tensor,
+    weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
     chunk: int = 1024,
@@ -923,17 +874,17 @@ def token_logprobs(
     vocab_size: int | None = None,
     banned: Sequence[int] = (),
     softcap: float | None = None,
-) -> Tensor | tuple[Tensor, P]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Computes log softmax(hidden @ weight.T / temperature) at targets, without storing logits.
 
-    targets: an id for each token, (P,), or several, (P, K). Returns logprobs of the same shape, or
-    with entropy=True a pair (logprobs, entropy), entropy (P,). Both are differentiable. With y a
-    target and z the logits over the temperature:
+    hidden: (M, H), weight: (V, H), targets: an id for each token, (M,), or several, (M, K).
+    Returns logprobs of the targets' shape, or with entropy=True a pair (logprobs, entropy),
+    entropy (M,). Both are differentiable. With y a target and z the logits over the temperature:
 
         lse = log sum exp z,   log p = z - lse,   logprob = log p_y,   entropy = -sum p log p
 
-    Logits are computed for at most `chunk` VOCABULARY columns at a time, in forward and again in
-    backward. `_blocks` tells how much memory that takes.
+    Logits are computed for at most `chunk` VOCABULARY columns at a time (`_blocks`), in forward
+    and again in backward.
 
     Half-precision operands give float32 logits and results; float64 stays float64. As in a
     linear layer, hidden follows autocast, and weight is cast to hidden's dtype. Either may be
@@ -948,7 +899,7 @@ def token_logprobs(
         raise ValueError(f"temperature ({temperature}) and chunk ({chunk}) must be positive")
     hidden = _as_autocast(hidden)
     blocks = _blocks(weight, vocab_size, banned, chunk)
-    ids = targets if targets.ndim == 2 else targets[:, None]  # (P, K)
+    ids = targets if targets.ndim == 2 else targets[:, None]  # (M, K)
     logprobs, entropies = _TokenLogprobs.apply(hidden, weight, ids, temperature, softcap, blocks)
     logprobs = logprobs.view(targets.shape)
     if entropy:
@@ -958,22 +909,22 @@ def token_logprobs(
 
 @no_grad
 def top_logprobs(
-    hidden: PH,
-    weight: VH,
+    hidden: Tensor,
+    weight: Tensor,
     k: int,
     temperature: float = 1.0,
     chunk: int = 1024,
     vocab_size: int | None = None,
     banned: Sequence[int] = (),
     softcap: float | None = None,
-) -> tuple[PK, PK]:
-    """Returns logprobs and ids of each token's k likeliest ids, the likeliest first.
+) -> tuple[Tensor, Tensor]:
+    """Returns logprobs and ids of each token's k likeliest ids, the likeliest first: (M, k) each.
 
-    Fewer, if the vocabulary has fewer. The other arguments are those of `token_logprobs`."""
+    The other arguments are those of `token_logprobs`."""
     hidden = _as_autocast(hidden)
-    lses = []  # for each block, log sum exp z: (P,)
-    best = None  # the k largest logits of the blocks so far, (P, k)
-    ids = None  # theirs, (P, k)
+    lses = []  # for each block, log sum exp z: (M,)
+    best = None  # the k largest logits of the blocks so far, (M, k)
+    ids = None  # theirs, (M, k)
     for start, stop in _blocks(weight, vocab_size, banned, chunk):
         logits, _ = _block(hidden, weight, temperature, softcap, start, stop)
         lses.append(logits.logsumexp(-1))
@@ -1001,8 +952,7 @@ def _blocks(weight, vocab_size, banned, chunk):
     """Cuts the vocabulary's columns, without the banned ones, into blocks: [(start, stop), ...].
 
     A block has at most `chunk` columns, and at most max(vocab / 32, 256). At most four float32
-    blocks are alive at a time. With more than 8k columns they take an eighth of the memory of
-    all logits, or less, however many tokens there are.
+    blocks are alive at a time: with more than 8k columns, an eighth of all logits.
 
     Columns, not tokens, because a block of columns completes its rows of weight's gradient in
     one product. Blocks of tokens would need a float32 (V, H) tensor to sum their gradients."""
@@ -1035,7 +985,7 @@ def _block(hidden, weight, temperature, softcap, start, stop):
     """Computes the logits of n = stop - start vocabulary columns.
 
     Returns a tuple:
-        logits (P, n)         softcapped, and divided by the temperature
+        logits (M, n)         softcapped, and divided by the temperature
         block_weight (n, H)   the block's rows of weight, in hidden's dtype"""
     block_weight = weight[start:stop].to(hidden.dtype)
     logits = _matmul(hidden, block_weight.T)
@@ -1062,7 +1012,7 @@ def _compiled_on_gpu(function):
 
 @_compiled_on_gpu
 def _lse_and_entropy(logits):
-    """Returns log sum exp of each row of a block, and the entropy of its softmax: (P,) each."""
+    """Returns log sum exp of each row of a block, and the entropy of its softmax: (M,) each."""
     lse = logits.logsumexp(-1)
     logp = logits - lse[:, None]
     return lse, -logp.exp().mul_(logp).sum(-1)
@@ -1070,7 +1020,7 @@ def _lse_and_entropy(logits):
 
 @_compiled_on_gpu
 def _grad_of_logprobs(logits, lse, sum_of_g):
-    """Returns -sum_y g_y p, for `_TokenLogprobs.backward`. sum_of_g: (P, 1)."""
+    """Returns -sum_y g_y p, for `_TokenLogprobs.backward`. sum_of_g: (M, 1)."""
     return (logits - lse[:, None]).exp_().mul_(-sum_of_g)
 
 
@@ -1084,7 +1034,7 @@ def _grad_of_both(logits, lse, sum_of_g, entropy, grad_entropy):
 
 
 def _in_block(targets, start, stop):
-    """Returns for targets (P, K) whether each is in a block, and its column there.
+    """Returns for targets (M, K) whether each is in a block, and its column there.
 
     The column of a target that is elsewhere is clamped."""
     inside = (targets >= start) & (targets < stop)
@@ -1094,13 +1044,13 @@ def _in_block(targets, start, stop):
 class _TokenLogprobs(torch.autograd.Function):
     """`token_logprobs` with its own backward pass.
 
-    targets: (P, K). blocks: the (start, stop) of each block of vocabulary columns."""
+    targets: (M, K). blocks: the (start, stop) of each block of vocabulary columns."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, softcap, blocks):
-        """Returns logprobs (P, K), and entropy (P,)."""
-        lses = []  # for each block, log sum exp z: (P,)
-        entropies = []  # for each block, the entropy of its own softmax: (P,)
+        """Returns logprobs (M, K), and entropy (M,)."""
+        lses = []  # for each block, log sum exp z: (M,)
+        entropies = []  # for each block, the entropy of its own softmax: (M,)
         target_logits = float("-inf")
         ctx.scale = temperature, softcap
         ctx.blocks = blocks
@@ -1112,12 +1062,12 @@ class _TokenLogprobs(torch.autograd.Function):
             lses.append(lse)
             entropies.append(entropy)
             del logits  # or two blocks are alive at once
-        lses = torch.stack(lses)  # (blocks, P)
-        lse = lses.logsumexp(0)  # (P,), over all columns
+        lses = torch.stack(lses)  # (blocks, M)
+        lse = lses.logsumexp(0)  # (M,), over all columns
 
         # Choosing a token is choosing a block, then a column in it, and the entropies add up.
         # Both terms have the same sign, so nothing cancels.
-        log_share = lses - lse  # (blocks, P), log of each block's probability
+        log_share = lses - lse  # (blocks, M), log of each block's probability
         terms = log_share.exp() * (torch.stack(entropies) - log_share)
         entropy = terms.sum(0)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
@@ -1141,7 +1091,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
         if needs_weight:
             grad_weight = torch.zeros_like(weight)
-        g = grad_logprobs  # (P, K)
+        g = grad_logprobs  # (M, K)
         if g is None:
             g = torch.zeros_like(targets, dtype=lse.dtype)
         sum_of_g = g.sum(1, keepdim=True)

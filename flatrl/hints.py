@@ -6,11 +6,7 @@ same prompt with the hint in it. Tokens that the hint makes likelier get positiv
 import os
 from dataclasses import replace
 
-from agent_loop import (
-    AgentLoopBase,
-    AgentLoopOutput,
-    render,
-)
+from agent_loop import AgentLoopBase, AgentLoopOutput, render
 from flatrl.rows import tool_schemas
 from flatrl.vision import expand, load_images
 
@@ -18,33 +14,30 @@ from flatrl.vision import expand, load_images
 def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
     """Returns the row's prompt with its hint, as a paragraph after the last message.
 
-    Without a hint, or if the reader is not told, it is the prompt itself. Raises ValueError
-    if the prompt does not end with a user's message."""
+    Without a hint, or with is_told=False, it is the prompt itself. Raises ValueError if the
+    prompt does not end with a user's message."""
     prompt = row["prompt"]
-    hint = row.get("hint")
-    if not hint or not is_told:
+    if not is_told or not row.get("hint"):
         return prompt
     if not prompt or prompt[-1]["role"] != "user":
-        raise ValueError(
-            "its 'hint' is told after the prompt's last message, which must be a user's"
-        )
-    content = prompt[-1]["content"]
+        raise ValueError("its 'hint' follows the prompt's last message, which must be a user's")
+    *earlier, last = prompt
+    content = last["content"]
+    paragraph = f"\n\n{row['hint']}"
     if isinstance(content, str):
-        content = f"{content}\n\n{hint}"
+        content += paragraph
     else:  # parts, with images
-        content = [*content, {"type": "text", "text": f"\n\n{hint}"}]
-    last = prompt[-1] | {"content": content}
-    return [*prompt[:-1], last]
+        content = [*content, {"type": "text", "text": paragraph}]
+    return [*earlier, last | {"content": content}]
 
 
 def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
     """Sets extra["told_prompt_ids"]: the output's prompt with the hint, for the teacher.
 
-    Nothing happens if the agent loop has set it, if the row has no hint, or in an evaluation.
-    The output's prompt begins with the row's, with or without the schemas of its tools. More may
-    follow, where a template rewrote the history. Raises ValueError if it begins otherwise."""
-    has_hint = row.get("hint") and not row["validate"]
-    if "told_prompt_ids" in output.extra or not has_hint:
+    An agent loop may set it itself. The output's prompt must begin with the row's, with or
+    without the schemas of its tools; else this raises ValueError. More may follow, where a
+    template rewrote the history. Without a hint, and in an evaluation, nothing is set."""
+    if "told_prompt_ids" in output.extra or not row.get("hint") or row["validate"]:
         return
     images = load_images(row.get("images") or ())
 

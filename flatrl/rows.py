@@ -31,9 +31,8 @@ RESERVED_COLUMNS = {"self", "sampling_params", "step", "rollout_n", "validate"}
 def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "images") -> dict:
     """Returns a checked copy of a row: "prompt" is a list of messages, "images" one of images.
 
-    prompt_key, image_key: the columns with the prompt, a chat or a text, and with its images;
-    number: the row's index, if it has none; name: what messages call the row. See
-    `data.load_rows` for images. Raises BadInput."""
+    prompt_key, image_key: see `data.load_rows`. number: the row's index, if it has none.
+    name: what messages call the row. Raises BadInput."""
     need(
         isinstance(row, dict) and prompt_key in row,
         f"{name} has no column {prompt_key!r}: give --prompt_key, or files of your own for both, "
@@ -54,17 +53,18 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
             number = columns["index"]
     if row.get("index") is None:
         row["index"] = number
+
     prompt = row[prompt_key]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     row["prompt"] = _chat(prompt, name, prompt_key)
-    if row.get("demonstration") not in (None, ""):
+    if row.get("demonstration"):
         row["demonstration"] = _demonstration(row["demonstration"], name)
+
     if image_key != "images":
         need(image_key in row, f"{name} has no column {image_key!r}: --image_key, of {[*row]}")
-        images = row[image_key]
-        is_single = images is not None and not isinstance(images, (list, tuple))
-        row["images"] = [images] if is_single else images
+        images = row[image_key] or []
+        row["images"] = images if isinstance(images, (list, tuple)) else [images]
     with refusing(name):
         _check_images(row)
     return row
@@ -78,9 +78,9 @@ def tool_schemas(row: dict, task) -> list[dict]:
 def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     """Raises BadInput if a conversation that begins with a row does not reach the model unchanged.
 
-    The chat template is tried on probe chats with the task's tools and users
-    (`ChatTemplate.check`). The prompt's tokens, decoded, must be its text again, except for
-    spaces and the form of accents, which some tokenizers normalise.
+    The chat template is tried with the task's tools and users (`ChatTemplate.check`). The
+    prompt's tokens, decoded, must be its text again, except for spaces and the form of accents,
+    which some tokenizers normalise.
 
     templates: the tokenizer with the variables of --chat_template_args. args: LoopArgs."""
     args = args or LoopArgs()
@@ -115,16 +115,6 @@ def check_demonstration(rows: Iterable[dict], templates, args):
             template.turn_ids(turn)
 
 
-def warn_of_media(row: dict):
-    """Warns if a row without `images` has an image, a video or audio, unseen by the policy."""
-    media = [name for name in ("image", "video", "videos", "audio") if row.get(name)]
-    if media and not row.get("images"):
-        warnings.warn(
-            f"the policy does not see the column {media[0]!r}: --image_key names that with images",
-            stacklevel=2,
-        )
-
-
 def copy_containers(tree):
     """Returns a copy of nested dicts, lists and tuples; it shares their images and arrays."""
     if type(tree) in (list, tuple):
@@ -155,10 +145,9 @@ def _chat(messages, name, column):
                 if "function" not in call:
                     call["function"] = {key: call.pop(key) for key in ("name", "arguments")}
                 function = call["function"]
-                if isinstance(function.get("arguments"), str):
+                if isinstance(function["arguments"], str):
                     function["arguments"] = json.loads(function["arguments"])
-                if not isinstance(function.get("arguments"), dict):
-                    raise ValueError("its arguments must be a JSON object")
+                need(isinstance(function["arguments"], dict), "its arguments must be an object")
     return messages
 
 
@@ -174,21 +163,18 @@ def _is_message(message):
 
 def _demonstration(turns, name):
     """Returns a demonstration, which is a text, or a list of texts and messages, as messages."""
-    if isinstance(turns, str):
-        turns = [turns]
-    turns = [
-        {"role": "assistant", "content": turn} if isinstance(turn, str) else turn
-        for turn in turns
-    ]
-    messages = _chat(turns, name, "demonstration")
-    is_turn = [
-        message["role"] == "assistant" and (message.get("content") or message.get("tool_calls"))
-        for message in messages
-    ]
-    need(
-        messages and all(is_turn),
-        f"{name}: a 'demonstration' is turns of the assistant, none of them empty",
-    )
+    messages = []
+    for turn in [turns] if isinstance(turns, str) else turns:
+        if isinstance(turn, str):
+            turn = {"role": "assistant", "content": turn}
+        messages.append(turn)
+    messages = _chat(messages, name, "demonstration")
+    for turn in messages:
+        says = turn.get("content") or turn.get("tool_calls")
+        need(
+            turn["role"] == "assistant" and says,
+            f"{name}: a 'demonstration' is turns of the assistant, none of them empty",
+        )
     return messages
 
 
@@ -257,8 +243,7 @@ def hash_of_rows(rows: Sequence[dict], seed: int) -> str:
 def as_text(value) -> str:
     """Returns a text that depends on type and value alone; objects need a repr of their own.
 
-    The order of a dict or a set does not count. Of arrays and images all values do, because the
-    repr of large ones is abbreviated."""
+    The order of a dict or a set does not count, and all values of arrays and images do."""
     match value:
         case dict():
             items = [f"{as_text(key)}: {as_text(part)}" for key, part in value.items()]

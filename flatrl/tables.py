@@ -30,17 +30,11 @@ class Rows(Sequence):
         return self.get(int(self.numbers[i]))
 
 
-def prompt_order(
-    n_rows: int,
-    start: int,
-    count: int,
-    seed: int,
-) -> list[int]:
+def prompt_order(n_rows: int, start: int, count: int, seed: int) -> list[int]:
     """Returns the row numbers at positions start .. start + count - 1 of an endless shuffle.
 
-    Every epoch of n_rows positions is a new permutation. With 3 rows, for example, the endless
-    shuffle may begin 2 0 1, 1 0 2, and positions 2 .. 4 then have the rows 1 1 0. It depends on
-    seed and position alone, so a resumed run needs no sampler state."""
+    Every epoch of n_rows positions is a new permutation. It depends on seed and position alone,
+    so a resumed run needs no sampler state."""
     return [
         int(_permutation(n_rows, position // n_rows, seed)[position % n_rows])
         for position in range(start, start + count)

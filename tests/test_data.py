@@ -28,19 +28,6 @@ BRIEF = {"role": "system", "content": "Be brief."}
 NUMBERS = itertools.count(1000)  # for the prompts, where a test gives none
 
 
-TASK = """
-from dataclasses import dataclass
-from helper_of_task import score
-
-@dataclass
-class Thing:
-    x: "float" = score
-
-def load(split): return [split]
-def reward(output, row): return Thing().x
-"""
-
-
 def make_output(prompt: list[int], mask: list[int], **more) -> AgentLoopOutput:
     """An output with this mask, whose response token k is 100 + k, with the logprob -k/8 - 1
     and the version k."""
@@ -55,13 +42,12 @@ def make_output(prompt: list[int], mask: list[int], **more) -> AgentLoopOutput:
 
 def test_a_task_file_may_import_a_module_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
-    (tmp_path / "helper_of_task.py").write_text("score = 0.5")
+    (tmp_path / "helper_of_task.py").write_text("def load(split): return [split]")
     path = tmp_path / "my_task.py"
-    path.write_text(TASK)
-    task = data.load_task(str(path))
-    assert task.load("val") == ["val"] and task.reward(None, None) == 0.5
-    with pytest.raises(BadInput, match="has no function build_model"):
-        data.load_task(str(path), ("load", "reward", "build_model"))
+    path.write_text("from helper_of_task import load")
+    assert data.load_task(str(path), ["load"]).load("val") == ["val"]
+    with pytest.raises(BadInput, match="has no function reward"):
+        data.load_task(str(path))
 
 
 def rows_of(rows, files=None, key="prompt", **task) -> list[dict]:
@@ -83,18 +69,16 @@ def test_calls_in_a_prompt_get_one_form():
 
 def test_rows_are_numbered_and_get_the_system_prompt():
     own = [{"role": "system", "content": "Be long."}, *HELLO]
-    filled = [{"role": "user", "content": "hello", "tool_calls": None}]  # as parquet does
     source = [
         {"prompt": HELLO, "index": 7, "extra_info": {"index": 8}},
         {"prompt": own, "extra_info": {"index": 42, "tools_kwargs": {"add": None}}},
-        {"prompt": filled, "extra_info": None},
         {"prompt": "hello", "index": None, "extra_info": {"index": None}},
     ]
     before = copy.deepcopy(source)
     rows = rows_of(source, SYSTEM_PROMPT="Be brief.")
-    assert [row["index"] for row in rows] == [7, 42, 2, 3]
+    assert [row["index"] for row in rows] == [7, 42, 2]
     brief = [BRIEF, *HELLO]
-    assert [row["prompt"] for row in rows] == [brief, own, brief, brief]
+    assert [row["prompt"] for row in rows] == [brief, own, brief]
     assert source == before  # the task's rows stay as they are
     [row] = rows_of([{"prompt": HELLO, "question": "why?"}], key="question")
     assert row["prompt"] == [{"role": "user", "content": "why?"}]
@@ -157,9 +141,8 @@ def test_an_overlong_prompt_is_cut(tokenizer, side, kept):
 def test_the_tools_of_a_row_count_into_its_prompt(tokenizer):
     task = SimpleNamespace(TOOLS=[calculator.calculator])
     rows = [{"prompt": HELLO}]
-    schema = as_tool(calculator.calculator).schema
-    limit = rendered(tokenizer, rows[0]["prompt"], [schema])
-    assert rendered(tokenizer, rows[0]["prompt"]) < limit
+    limit = rendered(tokenizer, HELLO, [as_tool(calculator.calculator).schema])
+    assert rendered(tokenizer, HELLO) < limit
     assert data.filter_overlong(rows, tokenizer, task, Args(max_prompt_tokens=limit)) == rows
     with pytest.raises(BadInput, match="no prompt left: all 1 are longer"):
         data.filter_overlong(rows, tokenizer, task, Args(max_prompt_tokens=limit - 1))

@@ -65,13 +65,6 @@ def test_rows_are_the_samplers_and_rewards_reach_it(sampled, staleness):
     assert told[2 + ahead][:2] == history[:2] and told[1 + ahead][0][2:] == []
 
 
-def test_rows_of_replacements_are_chosen_at_the_start(sampled):
-    """Later one rank may have seen more rewards than another."""
-    run = sampled(lambda history: len(history) % 7, max_staleness=0, max_gen_batches=3)
-    run.step(0)
-    assert run.run.history == [[row, 0] for row in range(2 + 2 * 2)]
-
-
 def test_the_curriculum_prefers_groups_that_disagree_and_comes_back_to_the_others():
     task = data.load_task(str(REPO / "examples/curriculum.py"))
     history = []
