@@ -5,10 +5,8 @@ that each output can be compared with it, token by token. All runs on one Backgr
 """
 
 import asyncio
-import copy
 import json
 import random
-from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +14,6 @@ from conftest import HANGS, for_ever, too_late
 from test_agent_loop import (
     ANSWER,
     ASKED,
-    ASSISTANT,
     END,
     PROMPT,
     ROW,
@@ -51,26 +48,23 @@ def run(coroutine):
 
 
 class Engine(Script):
-    """The scripted engine for parallel calls: one at a time, in the order of asking.
-
-    said: the tokens of each call; cancelled: the numbers of the calls that were."""
+    """The scripted engine for parallel calls: one at a time, in the order of asking."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.turn = asyncio.Lock()
-        self.said = {}
-        self.cancelled = []
+        self.said = {}  # the tokens of each call
+        self.cancelled = False
 
     async def generate(self, **request):
         async with self.turn:
             n = len(self.prompts) + 1
             if n <= len(self.lines) and self.lines[n - 1] is NEVER:
-                self.prompts.append(list(request["prompt_ids"]))
+                self.prompts.append(request["prompt_ids"])
                 try:
                     await for_ever()
-                except asyncio.CancelledError:
-                    self.cancelled.append(n)
-                    raise
+                finally:
+                    self.cancelled = True
             out = await super().generate(**request)
             self.said[n] = out.token_ids
             return out
@@ -101,16 +95,14 @@ def assert_exact(outputs: list[AgentLoopOutput], engine: Engine):
     """Every sampled token is in exactly one output, behind what the engine saw when sampling."""
     found = {}
     for output in outputs:
-        starts = {}
-        for i, (sampled, version) in enumerate(zip(output.response_mask, output.response_versions)):
-            assert (version > 0) == bool(sampled)
-            if sampled:
-                starts.setdefault(version, i)
-        for n, start in starts.items():
+        versions = output.response_versions
+        assert output.response_mask == [int(version > 0) for version in versions]
+        for n in {version for version in versions if version > 0}:
             assert n not in found, f"call {n} is in two outputs"
-            end = start + len(engine.said[n])
+            start = versions.index(n)
+            end = start + versions.count(n)
+            assert versions[start:end] == [n] * (end - start)
             found[n] = output.response_ids[start:end]
-            assert output.response_versions.count(n) == end - start
             assert output.response_logprobs[start:end] == logprobs_of(n, end - start)
             assert engine.prompts[n - 1] == output.prompt_ids + output.response_ids[:start]
     assert found == engine.said
@@ -135,10 +127,6 @@ async def solve(client, messages, tools=(CALCULATOR,)) -> list:
             messages.append({"role": "tool", "tool_call_id": made.id, "content": result})
 
 
-async def asks_once(client, prompt, **row):
-    await ask(client, *prompt)
-
-
 # ---------------------------------------------------------------- one conversation
 
 
@@ -157,9 +145,7 @@ def test_a_conversation_is_one_output(play, tokenizer):
     assert output.prompt_ids == encode(tokenizer, FIRST_WITH_TOOLS)
     parts = [(1, "First " + SUM + END), tool_turn("2"), (2, second + END), tool_turn("6")]
     assert_output(output, engine, *parts, (3, ANSWER + END))
-    assert output.messages[1]["content"].strip() == "First"
     assert output.messages[1]["tool_calls"] == called(("calculator", {"expression": "1+1"}), turn=1)
-    assert output.messages[2] == {"role": "tool", "content": "2", "tool_call_id": "000001000"}
     assert (output.reward, output.stop_reason, output.num_turns) == (0.5, "stop", 6)
 
     (completion,) = completions
@@ -204,8 +190,6 @@ def test_replies_as_clients_send_them_back_continue_and_what_the_agent_made_up_i
 # In place: the client got the same objects in an earlier call.
 CHANGES = {
     "the user's": lambda history: history[1].update(content="What is 1+2?"),
-    "the role": lambda history: history[1].update(role="tool"),
-    "the reply": lambda history: setattr(history[2], "content", "Hm."),
     "the call": lambda history: setattr(history[2].tool_calls[0].function, "arguments", "{}"),
     "cut": lambda history: history.pop(0),
     "tools": lambda history: None,
@@ -230,39 +214,16 @@ def test_a_changed_history_forks(play, tokenizer, changed):
     assert [output.reward for output in outputs] == [None, 1.0]
 
 
-def test_a_template_that_rewrites_history_forks_inside_a_trajectory(play, tokenizer):
-    """As Qwen3's, which keeps the last reply as it was and cuts the reasoning of earlier ones."""
-    changing = copy.deepcopy(tokenizer)
-    shown = "{{ m.content if m.role == 'user' or loop.last else '(cut)' }}"
-    changing.chat_template = f"{{% for m in messages %}}{shown}{END}{{% endfor %}}"
-
-    async def chat(client, **row):
-        first = await ask(client, user("Hi"))
-        await ask(client, user("Hi"), first, user("more"))
-        return 1.0
-
-    outputs, engine = play(chat, "one", "two", tokenizer=changing, row={"prompt": [user("Hi")]})
-    prompts = [changing.decode(output.prompt_ids) for output in outputs]
-    assert prompts == [f"Hi{END}", f"Hi{END}(cut){END}more{END}"]
-    for n, (output, text) in enumerate(zip(outputs, ("one", "two"), strict=True), start=1):
-        assert_output(output, engine, (n, text + END))
-    assert [output.reward for output in outputs] == [None, 1.0]
-    assert [output.metrics.get("forks", 0) for output in outputs] == [0, 1]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_whatever_an_agent_does_each_token_is_in_one_output(play, seed):
+def test_whatever_an_agent_does_each_token_is_in_one_output(play):
     """It continues any point of any conversation, alone or in parallel, with any tools."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     system = {"role": "system", "content": "S"}
     histories = [([system, user("0")], []), ([user("1")], [CALCULATOR])]
-    completions = []
 
     async def one(client, number):
         history, tools = draw.choice(histories)
         history = [*history[: draw.randint(1, len(history))], user(str(number))]
-        completions.append(await client.create(messages=history, tools=tools))
-        histories.append(([*history, completions[-1].choices[0].message], tools))
+        histories.append(([*history, await ask(client, *history, tools=tools)], tools))
 
     async def chat(client, **row):
         for number in range(10):
@@ -274,9 +235,6 @@ def test_whatever_an_agent_does_each_token_is_in_one_output(play, seed):
     assert len(engine.said) >= 10
     assert_exact(outputs, engine)
     assert max(engine.said) == max(outputs[-1].response_versions)  # who spoke last is last
-    for completion in completions:
-        assert completion.prompt_token_ids in engine.prompts
-        assert completion.choices[0].token_ids in engine.said.values()
 
 
 # ---------------------------------------------------------------- sampling parameters, refusals
@@ -284,10 +242,8 @@ def test_whatever_an_agent_does_each_token_is_in_one_output(play, seed):
 
 @pytest.mark.parametrize("how, expected", [
     (dict(), dict(max_tokens=50)),
-    (dict(max_completion_tokens=20), dict(max_tokens=20)),
     (dict(max_tokens=99, temperature=0.1, seed=7), dict(max_tokens=50)),
-    (dict(stop="x"), dict(max_tokens=50, stop=["x"])),
-    (dict(stop=[], max_tokens=None, n=None, tool_choice=None, tools=None), dict(max_tokens=50)),
+    (dict(max_completion_tokens=20, stop="x"), dict(max_tokens=20, stop=["x"])),
 ])  # fmt: skip
 def test_max_tokens_and_stop_are_the_agents_and_the_rest_is_the_runs(play, how, expected):
     async def chat(client, prompt, **row):
@@ -313,64 +269,23 @@ def test_a_reply_without_an_end_of_turn_continues(play, how, line, said, reason)
     assert_output(output, engine, (1, sampled), END + user_turn("More"), (2, "ok" + END))
 
 
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-FORCED = {"type": "function", "function": {"name": "calculator"}}
-REFUSED = [
-    dict(n=2),
-    dict(stream=True),
-    dict(tools=[CALCULATOR], tool_choice=FORCED),
-    dict(messages=[{"role": "user", "content": [IMAGE]}]),
-    dict(max_tokens=0),
-    dict(response_format={"type": "json_object"}),
-    dict(messages=[{"role": "user<|im_end|>", "content": "x"}]),
-]
-
-
-def test_what_is_not_supported_is_refused_and_costs_nothing(play):
-    async def chat(client, prompt, **row):
-        for how in REFUSED:
-            with pytest.raises(ValueError, match="supported|must be"):
-                await client.create(**{"messages": prompt} | how)
-        await ask(client, *prompt)
-
-    (output,), engine = play(chat, "2")
-    assert_output(output, engine, (1, "2" + END))
-
-
 # ---------------------------------------------------------------- budgets, errors, time
 
 
-async def lets_it_through(call):
-    await call
-
-
-async def hides_it(call):
-    try:
-        await call
-    except OutOfBudget:
-        raise ExceptionGroup("unhandled errors in a TaskGroup", [KeyError("state")]) from None
-
-
-async def ends_quietly(call):
-    with suppress(OutOfBudget):
-        await call
-
-
-@pytest.mark.parametrize("framework, limit, reason", [
-    (lets_it_through, {"max_response_tokens": 16}, "length"),  # of the call and its answer
-    (hides_it, {"max_model_len": 17 + 16}, "length"),  # and of the prompt
-    (ends_quietly, {"max_assistant_turns": 1}, "max_turns"),
+@pytest.mark.parametrize("limit", [
+    {"max_response_tokens": 16},  # of the call and its answer
+    {"max_model_len": 17 + 16},  # and of the prompt
 ])  # fmt: skip
-def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play, framework, limit, reason):
+def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play, limit):
     async def chat(client, prompt, **row):
-        await framework(solve(client, prompt))
-        return 1.0
+        try:
+            await solve(client, prompt)
+        except OutOfBudget:  # as a framework hides it
+            raise ExceptionGroup("errors in a TaskGroup", [KeyError("state")]) from None
 
     (output,), engine = play(chat, SUM, **limit)
     assert_output(output, engine, (1, SUM + END))
-    assert (output.stop_reason, output.truncated) == (reason, True)
-    assert output.reward == (1.0 if framework is ends_quietly else None)
-    assert [message["role"] for message in output.messages] == ["user", "assistant"]
+    assert (output.stop_reason, output.truncated, output.reward) == ("length", True, None)
 
 
 def test_an_agent_may_go_on_after_a_call_without_room(play):
@@ -382,14 +297,12 @@ def test_an_agent_may_go_on_after_a_call_without_room(play):
         history.append(await ask(client, *history))
         with pytest.raises(OutOfBudget, match="length"):
             await ask(client, *history, user("x " * 1000))
-        await ask(client, user("In short?"))
         return 0.5
 
-    outputs, engine = play(chat, "plan", "done", "yes", max_model_len=1000)
+    (output,), engine = play(chat, "plan", "done", max_model_len=1000)
     alone = user_turn("Alone, then.")
-    assert_output(outputs[0], engine, (1, "plan" + END), alone, (2, "done" + END))
-    assert [output.stop_reason for output in outputs] == ["stop", "stop"]
-    assert [output.reward for output in outputs] == [None, 0.5]
+    assert_output(output, engine, (1, "plan" + END), alone, (2, "done" + END))
+    assert (output.stop_reason, output.reward) == ("length", 0.5)
 
 
 def test_turns_of_all_sub_agents_count(play):
@@ -403,13 +316,11 @@ def test_turns_of_all_sub_agents_count(play):
 
 def test_another_exception_of_the_agent_is_raised(play):
     async def chat(client, prompt, **row):
-        with pytest.raises(OutOfBudget):  # which the agent has survived
-            await ask(client, user("x" * 5000))
         await ask(client, *prompt)
         raise TimeoutError("a bug")
 
     with pytest.raises(TimeoutError, match="a bug"):
-        play(chat, "2", max_model_len=1000, trajectory_timeout=HANGS)
+        play(chat, "2", trajectory_timeout=HANGS)
 
 
 def test_a_conversation_that_failed_stands_first_and_the_one_that_spoke_last_is_last(play):
@@ -417,31 +328,22 @@ def test_a_conversation_that_failed_stands_first_and_the_one_that_spoke_last_is_
 
     async def chat(client, prompt, **row):
         plan = await ask(client, *prompt)
-        await ask(client, user("Hello."))
         history = [user("Help."), await ask(client, user("Help.")), user("More.")]
         with pytest.raises(RuntimeError, match="out of memory"):
             await ask(client, *history)
-        await ask(client, *history, user("Hurry."))  # nothing continues what has failed
         await ask(client, *prompt, plan, user("Done?"))
         return 0.5
 
-    lines = ("plan", "hi", "yes", RuntimeError("out of memory"), "fast", "done")
-    (failed, hello, hurried, whole), engine = play(chat, *lines)
-    assert_output(failed, engine, (3, "yes" + END), user_turn("More."))
-    assert_output(hello, engine, (2, "hi" + END))
-    unsaid = ASSISTANT + user_turn("Hurry.").removeprefix("\n")  # which no template writes
-    assert unsaid not in engine.tokenizer.decode(hurried.prompt_ids)
-    assert_output(whole, engine, (1, "plan" + END), user_turn("Done?"), (6, "done" + END))
+    (failed, whole), engine = play(chat, "plan", "yes", RuntimeError("out of memory"), "done")
+    assert_output(failed, engine, (2, "yes" + END), user_turn("More."))
+    assert_output(whole, engine, (1, "plan" + END), user_turn("Done?"), (4, "done" + END))
     assert [failed.reward, whole.reward] == [None, 0.5]
 
 
 def test_a_timeout_in_a_tool_keeps_what_was_sampled(play):
     async def chat(client, prompt, **row):
         await ask(client, *prompt)
-        try:
-            await too_late()
-        except asyncio.CancelledError:
-            raise RuntimeError("the graph was cancelled") from None
+        await too_late()
 
     (output,), engine = play(chat, "2", trajectory_timeout=HANGS)
     assert_output(output, engine, (1, "2" + END))
@@ -454,10 +356,7 @@ def test_calls_that_outlive_the_agent_are_ended(play):
         chat.left = asyncio.create_task(ask(client, *prompt, first, user("And?")))
         while len(client.loop.engine.prompts) < 2:
             await asyncio.sleep(0)
-        return 1.0
 
     outputs, engine = play(chat, "2", NEVER)
-    assert engine.cancelled == [2]
+    assert engine.cancelled
     assert_output(outputs[-1], engine, (1, "2" + END), user_turn("And?"))
-
-

@@ -4,17 +4,14 @@ The engine says its lines (see test_chat.py). The constraints of response_format
 stand last. A framework that is not installed is skipped."""
 
 import dataclasses
-import functools
 import json
 import socket
-from unittest import mock
 
 import anthropic
 import httpx
 import openai
 import pytest
 from conftest import HANGS, REPO
-from pydantic import BaseModel
 from test_agent_loop import ANSWER, END, PROMPT, SUM, call, encode, tool_turn, user, user_turn
 from test_chat import (
     CALCULATOR,
@@ -83,12 +80,6 @@ def play_anthropic(endpoint, tokenizer):
     return player_of(anthropic.AsyncAnthropic, endpoint, tokenizer)
 
 
-@pytest.fixture
-def warnings(monkeypatch):
-    monkeypatch.setattr(openai_api, "warned", set())
-    return openai_api.warned
-
-
 def bearer(key: str) -> dict:
     return {"Authorization": f"Bearer {key}".encode("latin-1")}
 
@@ -129,8 +120,7 @@ def test_only_the_key_lets_in(play, endpoint):
         (mine,) = endpoint.clients
         endpoint.clients["another"] = endpoint.clients[mine][0], "its key"
         strangers = [(mine, bearer(key)) for key in ("wrong", "\xe9", client.api_key[:-1])]
-        strangers += [(mine, {}), (mine, {"Authorization": "Bearer"})]
-        strangers += [("another", bearer(client.api_key)), ("nobodys", {})]
+        strangers += [(mine, {}), ("another", bearer(client.api_key)), ("nobodys", {})]
         for place, headers in strangers:
             for path, body in (
                 ("chat/completions", {"messages": PROMPT}),
@@ -138,7 +128,6 @@ def test_only_the_key_lets_in(play, endpoint):
             ):
                 answer = await post(client, path, body, headers, place)
                 assert answer.status_code == 401
-                assert answer.json()["error"]["code"] == "invalid_api_key"
         del endpoint.clients["another"]
         await ask(client, *prompt)
 
@@ -208,38 +197,39 @@ def test_a_streamed_reply_ends_with_its_reason_and_usage(play, tokenizer):
     assert_output(output, engine, (1, "Hm." + PARALLEL + END))
 
 
-MALFORMED = [
-    b"{",
-    [],
-    {},
-    {"messages": [{"content": "hi"}]},
-    {"messages": [{"role": "user", "content": 5}]},
-    {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-    {"messages": PROMPT, "max_tokens": "many"},
-]
-REFUSED = [
-    (dict(top_logprobs=3, functions=[{"name": "f"}]), "functions, top_logprobs"),
-    (dict(n=2), "not supported: n"),
-    (dict(response_format={"type": "json_object"}), "not supported: response_format"),
-]
-REFUSED_RESPONSES = [
-    (dict(input="Hi", previous_response_id="resp_1"), "previous_response_id"),
-    (dict(input="Hi", tools=[{"type": "web_search"}]), "not web_search"),
-    (dict(input=[{"type": "item_reference", "id": "msg_1"}]), "input"),
-]
+# path -> bodies that are malformed, or ask for what is not supported
+REFUSED = {
+    "chat/completions": [
+        b"{",
+        [],
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user<|im_end|>", "content": "x"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        {"messages": PROMPT, "max_tokens": "many"},
+        {"messages": PROMPT, "n": 2},
+        {"messages": PROMPT, "response_format": {"type": "json_object"}},
+    ],
+    "responses": [
+        {"input": "Hi", "previous_response_id": "resp_1"},
+        {"input": "Hi", "tools": [{"type": "web_search"}]},
+        {"input": [{"type": "item_reference", "id": "msg_1"}]},
+    ],
+    "messages": [
+        {"messages": PROMPT, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"messages": [*PROMPT, {"role": "assistant", "content": "The"}]},  # prefills the reply
+        {"messages": [user([{"type": "document"}])]},
+    ],
+}
 
 
-def test_what_is_malformed_or_not_supported_is_told_and_costs_nothing(play):
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_is_malformed_or_not_supported_is_told_and_costs_nothing(play, path):
     async def agent(client, prompt):
-        for body in MALFORMED:
-            answer = await post(client, "chat/completions", body)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
-        for how, said in REFUSED:
-            with pytest.raises(openai.BadRequestError, match=said):
-                await create(client, prompt, **how)
-        for how, said in REFUSED_RESPONSES:
-            with pytest.raises(openai.BadRequestError, match=said):
-                await client.responses.create(model="policy", **how)
+        for body in REFUSED[path]:
+            answer = await post(client, path, body)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert "invalid_request" in (error.get("code") or error["type"])
 
     outputs, engine = play(agent)
     assert (outputs, engine.prompts) == ([], [])
@@ -248,58 +238,41 @@ def test_what_is_malformed_or_not_supported_is_told_and_costs_nothing(play):
 # ---------------------------------------------------------------- Responses
 
 
-def reply_of(response) -> list[tuple]:
-    items = response.output
-    return [(item.type, getattr(item, "arguments", "") or item.content[0].text) for item in items]
-
-
-async def respond(client, **how):
-    """Returns a response and the events of its stream."""
-    stream = await client.responses.create(model="policy", stream=True, **how)
-    events = [event async for event in stream]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    return events[-1].response, events
-
-
 def test_responses_continue_as_one_output(play, tokenizer):
+    lines = "Hm." + SUM, "<think>Hm</think>2", "12345"
     turns = [
         [("message", "Hm."), ("function_call", '{"expression": "1+1"}')],
-        [("message", ANSWER)],
+        [("reasoning", "Hm"), ("message", "2")],
+        [("message", "123")],
     ]
 
     async def agent(client, prompt):
         tool = {"type": "function"} | FUNCTION
-        how = dict(instructions="Be brief.", tools=[tool], store=False)
-        text = {"type": "input_text", "text": "What is 1+1?"}
-        items = [{"role": "user", "content": [text]}]
-        for line, expected in zip(("Hm." + SUM, ANSWER), turns):
-            response, events = await respond(client, input=items, **how)
-            assert reply_of(response) == expected and response.status == "completed"
-            assert response.usage.output_tokens == len(encode(tokenizer, line + END))
+        how = dict(instructions="Be brief.", tools=[tool], include=["reasoning.encrypted_content"])
+        items = [{"role": "user", "content": [{"type": "input_text", "text": "What is 1+1?"}]}]
+        for expected, limit in zip(turns, (None, None, 3)):
+            how |= dict(input=items, max_output_tokens=limit)
+            stream = await client.responses.create(model="policy", stream=True, **how)
+            events = [event async for event in stream]
+            response = events[-1].response
+            made = response.output
+            texts = [getattr(item, "arguments", "") or item.content[0].text for item in made]
+            assert list(zip([item.type for item in made], texts)) == expected
             deltas = [event.delta for event in events if event.type.endswith(".delta")]
-            assert deltas == [text for _, text in expected]
-            items += [item.model_dump() for item in response.output]
-            for made in response.output[1:]:
-                answer = {"type": "function_call_output", "call_id": made.call_id, "output": "2"}
-                items.append(answer)
+            assert deltas == texts
+            items += [item.model_dump() for item in made]
+            answer = user("Count.")
+            if made[-1].type == "function_call":
+                answer = {"type": "function_call_output", "call_id": made[-1].call_id}
+                answer["output"] = "2"
+            items.append(answer)
+        assert (response.status, events[-1].type) == ("incomplete", "response.incomplete")
+        assert response.usage.output_tokens == len(encode(tokenizer, "123"))
 
-    (output,), engine = play(agent, "Hm." + SUM, ANSWER)
+    (output,), engine = play(agent, *lines)
     assert output.prompt_ids == encode(tokenizer, WITH_SYSTEM)
-    assert_output(output, engine, (1, "Hm." + SUM + END), tool_turn("2"), (2, ANSWER + END))
-
-
-def test_a_response_may_reason_and_be_cut(play):
-    async def agent(client, prompt):
-        first, _ = await respond(client, input="Hi", include=["reasoning.encrypted_content"])
-        assert reply_of(first) == [("reasoning", "Hm"), ("message", "2")]
-        items = [user("Hi"), *(item.model_dump() for item in first.output), user("Count.")]
-        second, events = await respond(client, input=items, max_output_tokens=3)
-        assert reply_of(second) == [("message", "123")]
-        assert (second.status, events[-1].type) == ("incomplete", "response.incomplete")
-
-    thought = "<think>Hm</think>2"
-    (output,), engine = play(agent, thought, "12345")
-    assert_output(output, engine, (1, thought + END), user_turn("Count."), (2, "123"))
+    parts = [(1, lines[0] + END), tool_turn("2"), (2, lines[1] + END), user_turn("Count.")]
+    assert_output(output, engine, *parts, (3, "123"))
 
 
 # ---------------------------------------------------------------- Messages
@@ -344,23 +317,19 @@ def test_the_clients_own_agent_is_one_output(play_anthropic, tokenizer, stream):
             tools=[calculate],
             stream=stream,
         )
-        replies = []
-        async for reply in runner:
-            replies.append(await reply.get_final_message() if stream else reply)
+        replies = [await reply.get_final_message() if stream else reply async for reply in runner]
         used, ended = replies
         calls = [("tool_use", {"expression": text}) for text in ("1+1", "2*3")]
         assert parts_of(used) == [("text", "Hm. é "), *calls]
-        assert used.stop_reason == "tool_use"
-        assert parts_of(ended) == [("text", ANSWER)] and ended.stop_reason == "end_turn"
+        assert parts_of(ended) == [("text", ANSWER)]
+        assert (used.stop_reason, ended.stop_reason) == ("tool_use", "end_turn")
         assert ended.usage.output_tokens == len(encode(tokenizer, ANSWER + END))
-        return 0.5
 
     (output,), engine = play_anthropic(agent, *lines)
     assert output.prompt_ids == encode(tokenizer, WITH_SYSTEM)
     answers = tool_turn("2", "6")
     assert_output(output, engine, (1, lines[0] + END), answers, (2, ANSWER + END))
-    counted = {"turns": 2, "tool_calls": 2, "tool_calls/calculator": 2}
-    assert (output.reward, output.metrics) == (0.5, counted)
+    assert output.metrics == {"turns": 2, "tool_calls": 2, "tool_calls/calculator": 2}
 
 
 def test_reasoning_goes_back_and_forth(play_anthropic):
@@ -382,7 +351,6 @@ def test_reasoning_goes_back_and_forth(play_anthropic):
     (dict(max_tokens=3), "12345", "123", "max_tokens", None),
     (dict(stop_sequences=["x", ".", "3."]), ("123.", "stop"), "12", "stop_sequence", "3."),
     (dict(tools=[TOOL], tool_choice={"type": "none"}), SUM, SUM, "end_turn", None),
-    (dict(tools=[TOOL], tool_choice={"type": "any"}), "2", "2", "end_turn", None),
 ])  # fmt: skip
 def test_why_a_reply_ends(play_anthropic, how, line, said, reason, stopped_by):
     async def agent(client, prompt):
@@ -394,43 +362,20 @@ def test_why_a_reply_ends(play_anthropic, how, line, said, reason, stopped_by):
     assert engine.params[0].get("stop") == how.get("stop_sequences")
 
 
-def test_what_is_the_runs_own_is_ignored_with_a_warning(play_anthropic, warnings):
+def test_what_is_the_runs_own_is_ignored_with_a_warning(play_anthropic, monkeypatch):
+    monkeypatch.setattr(openai_api, "warned", set())
+
     async def agent(client, prompt):
         forced = {"type": "tool", "name": "calculator", "disable_parallel_tool_use": True}
-        thinking = {"type": "enabled", "budget_tokens": 1024}
-        how = dict(tools=[TOOL], tool_choice=forced, thinking=thinking, extra_body={"top_k": 3})
+        how = dict(tools=[TOOL], tool_choice=forced, extra_body={"top_k": 3})
         reply = await send(client, **how)
         assert parts_of(reply) == [("tool_use", {"expression": "1+1"})]
 
     (output,), engine = play_anthropic(agent, PARALLEL)
     assert_output(output, engine, (1, PARALLEL + END))
     assert output.metrics["tool_calls"] == 1
-    for name in ("thinking", "top_k", "tool_choice"):
-        assert any(name in warning for warning in warnings)
-
-
-BROWSER = {"type": "web_search_20250305", "name": "web_search"}
-PREFILLED = [*PROMPT, {"role": "assistant", "content": "The"}]
-DOCUMENT = {"type": "document", "source": {"type": "text", "data": "x", "media_type": "text/plain"}}
-REFUSED_MESSAGES = [
-    (dict(tools=[BROWSER]), "not 'web_search_20250305'"),
-    (dict(messages=PREFILLED), "prefills the reply"),
-    (dict(messages=[user([DOCUMENT])]), "not 'document'"),
-    (dict(messages=[]), "IndexError"),
-    (dict(container="c"), "not supported: container"),
-    (dict(output_config={"format": {"type": "json_schema", "schema": {}}}), "output_config.format"),
-]
-
-
-def test_what_messages_do_not_support_is_refused(play_anthropic):
-    async def agent(client, prompt):
-        for how, said in REFUSED_MESSAGES:
-            with pytest.raises(anthropic.BadRequestError, match=said) as raised:
-                await send(client, **how)
-            assert raised.value.body["error"]["type"] == "invalid_request_error"
-
-    outputs, engine = play_anthropic(agent)
-    assert (outputs, engine.prompts) == ([], [])
+    for name in ("top_k", "tool_choice"):
+        assert any(name in warning for warning in openai_api.warned)
 
 
 def test_keys_and_budgets_of_messages(play_anthropic):
@@ -438,13 +383,12 @@ def test_keys_and_budgets_of_messages(play_anthropic):
 
     async def agent(client, prompt):
         body = {"messages": prompt, "max_tokens": 9}
-        wrong = {"x-api-key": "wrong"}
         for path in ("messages", "v1/messages/count_tokens"):
-            for headers in ({}, wrong, bearer("wrong")):
+            for headers in ({}, {"x-api-key": "wrong"}, bearer("wrong")):
                 answer = await post(client, path, body, headers)
                 assert answer.status_code == 401
                 assert answer.json()["error"]["type"] == "authentication_error"
-        for headers in ({"x-api-key": client.api_key}, bearer(client.api_key) | wrong):
+        for headers in ({"x-api-key": client.api_key}, bearer(client.api_key)):
             assert (await post(client, "v1/messages", body, headers)).status_code == 200
         body["messages"] = [user("x" * 5000)]
         answer = await post(client, "messages", body)
@@ -456,86 +400,34 @@ def test_keys_and_budgets_of_messages(play_anthropic):
 
 
 # ---------------------------------------------------------------- frameworks
-# Each returns a coroutine function of (base_url, api_key), which returns the agent's answer.
-
-QUESTION = PROMPT[0]["content"]
 
 
-class Answer(BaseModel):
-    """The answer."""
-
-    answer: int
-
-
-def openai_agents(api="responses", stream=False, **settings):
+@pytest.mark.parametrize("api, stream", [
+    ("OpenAIResponsesModel", True),
+    ("OpenAIChatCompletionsModel", False),
+])  # fmt: skip
+def test_the_agents_sdk_of_openai(endpoint, tokenizer, api, stream):
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
-    kinds = {
-        "responses": agents.OpenAIResponsesModel,
-        "chat": agents.OpenAIChatCompletionsModel,
-    }
+    question = PROMPT[0]["content"]
 
     async def agent(base_url, api_key, row):
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-        agent = agents.Agent(
+        solver = agents.Agent(
             "a",
             tools=[agents.function_tool(calculator.calculator)],
-            model=kinds[api]("policy", client),
-            model_settings=agents.ModelSettings(**settings),
+            model=getattr(agents, api)("policy", client),
         )
         if not stream:
-            return (await agents.Runner.run(agent, QUESTION)).final_output
-        result = agents.Runner.run_streamed(agent, QUESTION)
+            return float((await agents.Runner.run(solver, question)).final_output == ANSWER)
+        result = agents.Runner.run_streamed(solver, question)
         assert len([event async for event in result.stream_events()]) > 2
-        return result.final_output
+        return float(result.final_output == ANSWER)
 
-    return agent
-
-
-def langgraph(form=False, choice=None, **how):
-    pytest.importorskip("langgraph")
-    langchain = pytest.importorskip("langchain_openai")
-    from examples import langgraph_math
-
-    class Model(langchain.ChatOpenAI):
-        def bind_tools(self, tools, **more):
-            return super().bind_tools(tools, **{"tool_choice": choice} | more)
-
-    async def agent(base_url, api_key, row):
-        make = functools.partial(Model, **how)
-        if form:
-            model = make(base_url=base_url, api_key=api_key, model="policy", max_retries=0)
-            model = model.with_structured_output(Answer, method="function_calling")
-            return await model.ainvoke(QUESTION)
-        with mock.patch.object(langgraph_math, "ChatOpenAI", make):
-            graph = langgraph_math.build_agent(base_url, api_key)
-        return (await graph.ainvoke({"messages": PROMPT}))["messages"][-1].text
-
-    return agent
-
-
-FREELY = dict(tool_choice="required", parallel_tool_calls=False, temperature=0.5, max_tokens=99)
-# The framework, how it is used, what the policy says, and what the agent returns.
-CELLS = [
-    (openai_agents, dict(api="responses", stream=True, **FREELY), (SUM, ANSWER), ANSWER),
-    (openai_agents, dict(api="chat"), (PARALLEL, ANSWER), ANSWER),
-    (langgraph, dict(use_responses_api=True, streaming=True), (SUM, ANSWER), ANSWER),
-    (langgraph, dict(choice="any", streaming=True), (PARALLEL, ANSWER), ANSWER),
-    (langgraph, dict(form=True), (call("Answer", answer=2),), Answer(answer=2)),
-]
-
-
-@pytest.mark.parametrize("framework, how, lines, expected", CELLS)
-def test_a_feature_of_a_framework(framework, how, lines, expected, endpoint, tokenizer):
-    found = []
-    framework_agent = framework(**how)
-
-    async def agent(*connection):
-        found.append(await framework_agent(*connection))
-
-    outputs, engine = player(tokenizer, EndpointLoop, "agent")(agent, *lines)
-    assert found == [expected] and len(engine.prompts) == len(lines)
-    assert_exact(outputs, engine)
+    (output,), engine = player(tokenizer, EndpointLoop, "agent")(agent, PARALLEL, ANSWER)
+    answers = tool_turn("2", "6")
+    assert_output(output, engine, (1, PARALLEL + END), answers, (2, ANSWER + END))
+    assert output.reward == 1.0
 
 
 def test_langgraphs_example_is_rewarded_after_more_turns_than_its_own_limit(endpoint, tokenizer):
