@@ -10,7 +10,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from conftest import HANGS, for_ever, too_late
+from conftest import HANGS, too_late
 from test_agent_loop import (
     ANSWER,
     ASKED,
@@ -40,7 +40,6 @@ CALCULATOR = as_tool(calculator.calculator).schema
 PARAMETERS = {"type": "object", "properties": {}}
 OTHER = {"type": "function", "function": {"name": "other", "parameters": PARAMETERS}}
 FIRST_WITH_TOOLS = f"<|im_start|>system\nTools: calculator{END}\n{ASKED}"
-NEVER = object()  # a line of the script: the engine never answers
 
 
 def run(coroutine):
@@ -54,19 +53,11 @@ class Engine(Script):
         super().__init__(*args)
         self.turn = asyncio.Lock()
         self.said = {}  # the tokens of each call
-        self.cancelled = False
 
     async def generate(self, **request):
         async with self.turn:
-            n = len(self.prompts) + 1
-            if n <= len(self.lines) and self.lines[n - 1] is NEVER:
-                self.prompts.append(request["prompt_ids"])
-                try:
-                    await for_ever()
-                finally:
-                    self.cancelled = True
             out = await super().generate(**request)
-            self.said[n] = out.token_ids
+            self.said[len(self.prompts)] = out.token_ids
             return out
 
 
@@ -288,23 +279,6 @@ def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play, limit):
     assert (output.stop_reason, output.truncated, output.reward) == ("length", True, None)
 
 
-def test_an_agent_may_go_on_after_a_call_without_room(play):
-    async def chat(client, prompt, **row):
-        plan = await ask(client, *prompt)
-        with pytest.raises(OutOfBudget, match="length"):  # in a sub-agent
-            await ask(client, user("x" * 5000))
-        history = [*prompt, plan, user("Alone, then.")]
-        history.append(await ask(client, *history))
-        with pytest.raises(OutOfBudget, match="length"):
-            await ask(client, *history, user("x " * 1000))
-        return 0.5
-
-    (output,), engine = play(chat, "plan", "done", max_model_len=1000)
-    alone = user_turn("Alone, then.")
-    assert_output(output, engine, (1, "plan" + END), alone, (2, "done" + END))
-    assert (output.stop_reason, output.reward) == ("length", 0.5)
-
-
 def test_turns_of_all_sub_agents_count(play):
     async def chat(client, prompt, **row):
         for number in range(5):
@@ -348,15 +322,3 @@ def test_a_timeout_in_a_tool_keeps_what_was_sampled(play):
     (output,), engine = play(chat, "2", trajectory_timeout=HANGS)
     assert_output(output, engine, (1, "2" + END))
     assert (output.stop_reason, output.reward, output.truncated) == ("timeout", None, False)
-
-
-def test_calls_that_outlive_the_agent_are_ended(play):
-    async def chat(client, prompt, **row):
-        first = await ask(client, *prompt)
-        chat.left = asyncio.create_task(ask(client, *prompt, first, user("And?")))
-        while len(client.loop.engine.prompts) < 2:
-            await asyncio.sleep(0)
-
-    outputs, engine = play(chat, "2", NEVER)
-    assert engine.cancelled
-    assert_output(outputs[-1], engine, (1, "2" + END), user_turn("And?"))

@@ -30,7 +30,6 @@ from agent_loop import total_reward
 from data import load_task
 from examples import calculator
 from flatrl.chat import endpoint as chat_endpoint
-from flatrl.chat import openai_api
 from flatrl.chat.endpoint import EndpointLoop
 from rollout import set_rewards
 from train import Args
@@ -303,7 +302,7 @@ async def calculate(expression: str) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_clients_own_agent_is_one_output(play_anthropic, tokenizer, stream):
-    lines = ("Hm. é " + PARALLEL, ANSWER)
+    lines = ("<think>Hm</think>é " + PARALLEL, ANSWER)
     # Claude Code's line, which differs from request to request, and a mark that moves.
     changing = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
     brief = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
@@ -320,7 +319,7 @@ def test_the_clients_own_agent_is_one_output(play_anthropic, tokenizer, stream):
         replies = [await reply.get_final_message() if stream else reply async for reply in runner]
         used, ended = replies
         calls = [("tool_use", {"expression": text}) for text in ("1+1", "2*3")]
-        assert parts_of(used) == [("text", "Hm. é "), *calls]
+        assert parts_of(used) == [("thinking", "Hm"), ("text", "é "), *calls]
         assert parts_of(ended) == [("text", ANSWER)]
         assert (used.stop_reason, ended.stop_reason) == ("tool_use", "end_turn")
         assert ended.usage.output_tokens == len(encode(tokenizer, ANSWER + END))
@@ -330,21 +329,6 @@ def test_the_clients_own_agent_is_one_output(play_anthropic, tokenizer, stream):
     answers = tool_turn("2", "6")
     assert_output(output, engine, (1, lines[0] + END), answers, (2, ANSWER + END))
     assert output.metrics == {"turns": 2, "tool_calls": 2, "tool_calls/calculator": 2}
-
-
-def test_reasoning_goes_back_and_forth(play_anthropic):
-    async def agent(client, prompt):
-        how = dict(model="policy", max_tokens=1000, messages=prompt)
-        async with client.messages.stream(**how) as events:
-            kinds = [event.type async for event in events]
-            first = await events.get_final_message()
-        assert kinds.count("thinking") == kinds.count("text") == 1
-        assert parts_of(first) == [("thinking", "Hm"), ("text", "2")]
-        await send(client, [*prompt, first.to_param(), user("Sure?")])
-
-    thought = "<think>Hm</think>2"
-    (output,), engine = play_anthropic(agent, thought, "yes")
-    assert_output(output, engine, (1, thought + END), user_turn("Sure?"), (2, "yes" + END))
 
 
 @pytest.mark.parametrize("how, line, said, reason, stopped_by", [
@@ -360,22 +344,6 @@ def test_why_a_reply_ends(play_anthropic, how, line, said, reason, stopped_by):
 
     _, engine = play_anthropic(agent, line)
     assert engine.params[0].get("stop") == how.get("stop_sequences")
-
-
-def test_what_is_the_runs_own_is_ignored_with_a_warning(play_anthropic, monkeypatch):
-    monkeypatch.setattr(openai_api, "warned", set())
-
-    async def agent(client, prompt):
-        forced = {"type": "tool", "name": "calculator", "disable_parallel_tool_use": True}
-        how = dict(tools=[TOOL], tool_choice=forced, extra_body={"top_k": 3})
-        reply = await send(client, **how)
-        assert parts_of(reply) == [("tool_use", {"expression": "1+1"})]
-
-    (output,), engine = play_anthropic(agent, PARALLEL)
-    assert_output(output, engine, (1, PARALLEL + END))
-    assert output.metrics["tool_calls"] == 1
-    for name in ("top_k", "tool_choice"):
-        assert any(name in warning for warning in openai_api.warned)
 
 
 def test_keys_and_budgets_of_messages(play_anthropic):
@@ -400,34 +368,6 @@ def test_keys_and_budgets_of_messages(play_anthropic):
 
 
 # ---------------------------------------------------------------- frameworks
-
-
-@pytest.mark.parametrize("api, stream", [
-    ("OpenAIResponsesModel", True),
-    ("OpenAIChatCompletionsModel", False),
-])  # fmt: skip
-def test_the_agents_sdk_of_openai(endpoint, tokenizer, api, stream):
-    agents = pytest.importorskip("agents")
-    agents.set_tracing_disabled(True)
-    question = PROMPT[0]["content"]
-
-    async def agent(base_url, api_key, row):
-        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-        solver = agents.Agent(
-            "a",
-            tools=[agents.function_tool(calculator.calculator)],
-            model=getattr(agents, api)("policy", client),
-        )
-        if not stream:
-            return float((await agents.Runner.run(solver, question)).final_output == ANSWER)
-        result = agents.Runner.run_streamed(solver, question)
-        assert len([event async for event in result.stream_events()]) > 2
-        return float(result.final_output == ANSWER)
-
-    (output,), engine = player(tokenizer, EndpointLoop, "agent")(agent, PARALLEL, ANSWER)
-    answers = tool_turn("2", "6")
-    assert_output(output, engine, (1, PARALLEL + END), answers, (2, ANSWER + END))
-    assert output.reward == 1.0
 
 
 def test_langgraphs_example_is_rewarded_after_more_turns_than_its_own_limit(endpoint, tokenizer):

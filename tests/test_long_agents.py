@@ -54,10 +54,6 @@ COMPACTIONS = {
         [SUM] * 6 + [NOTES, ANSWER], {"compact_at": 0, "max_model_len": 132},
         [[OPENING, *CALLS * 5, *ASKED_NOTES, NOTES + END], [after(NOTES), DONE]], "stop", 1,
     ),
-    "the budget ends in the notes": (
-        [SUM, NOTES], {"max_response_tokens": 30},
-        [[OPENING, *ASKED_NOTES, NOTES[:6]]], "length", 0,
-    ),
     "not before the last turn": (
         [SUM, ANSWER], {"max_assistant_turns": 2}, [[OPENING, *CALLS, DONE]], "stop", 0,
     ),
