@@ -914,7 +914,7 @@ def check_input(args: Args) -> tuple:
         need(has_hint, "--hints (--algo opsd): no training row has a 'hint'")
     if args.algo == "sft" or args.imitation_steps:
         rows["train"] = data.demonstrated(rows["train"], only=args.algo == "sft")
-    on_main(checkpoints.claim_folder, args)
+    args.resume = on_main(checkpoints.claim_folder, args)
     if not args.model:
         args.model = on_main(models.task_model, task, args)  # minutes, if it is not built yet
     return accelerator, store, task, rows

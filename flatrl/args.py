@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -69,6 +68,15 @@ HEADINGS = {
     "tp": "engine",
     "eval_every": "evaluation, checkpoints, log",
     "agent": "agent loops",
+}
+# What other libraries call a flag, for a hint.
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "batch_size": "prompts_per_step",
+    "num_generations": "group_size",
+    "max_steps": "num_steps",
+    "model_name_or_path": "model",
+    "beta": "kl_coef",
 }
 # The last lines of --help.
 EXAMPLES = """\
@@ -403,7 +411,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     """Returns the Args of a command line. Raises BadInput for a flag unknown or mistyped."""
     defaults = {name: f"--algo's; grpo: {value}" for name, value in PRESETS["grpo"].items()}
     return parse_flags(
-        Args, argv, HEADINGS, LOOP_SETTINGS, defaults,
+        Args, argv, HEADINGS, LOOP_SETTINGS, defaults, OTHER_NAMES,
         usage="accelerate launch train.py [--FLAG VALUE ...]",
         description="Trains a language model by reinforcement learning on the multi-turn task\n"
         "of a Python file.",
@@ -474,9 +482,6 @@ def check_flags_together(args: Args):
         losses.rollout_correction(kind, *torch.zeros(3, 1, 1), low, high)
     need(args.policy_loss == "ppo" or kind != "bypass",
          f"--rollout_correction bypass is for --policy_loss ppo, not {args.policy_loss}")
-    if args.quantized and args.rollout_correction == "none":
-        warnings.warn("--engine_args quantization: the engine samples from slightly other weights "
-                      "than those that are trained; give --rollout_correction tis", stacklevel=2)
 
 
 def check_registered(args: Args):
@@ -508,35 +513,28 @@ def check_effects(args: Args):
     A task's own estimator or objective may use any flag."""
     estimator = args.adv_estimator
     objective = args.policy_loss
-    is_own = estimator not in OUR_ESTIMATORS
-    has_critic = is_own or "values" in args.estimator_takes
+    has_critic = estimator not in OUR_ESTIMATORS or "values" in args.estimator_takes
     discounts = has_critic or estimator == "reinforce_pp"
     has_dual_clip = objective in ("ppo", "gspo") or objective not in OUR_OBJECTIVES
-    # flag: (the flag on which its effect depends, whether it has one)
-    effects = {
-        "gamma": ("adv_estimator", discounts),
-        "turn_discount": ("adv_estimator", discounts or estimator == "gigpo"),
-        "lam": ("adv_estimator", has_critic),
-        "critic_lr": ("adv_estimator", has_critic),
-        "critic_warmup": ("adv_estimator", has_critic),
-        "clip_low": ("policy_loss", objective != "reinforce"),
-        "clip_high": ("policy_loss", objective != "reinforce"),
-        "clip_c": ("policy_loss", has_dual_clip),
-        "ref_model": ("hints", not args.hints),
-        "replay": ("hints", not args.hints),  # files of rollouts hold no prompts with hints
-        "hints": ("kl_coef", args.kl_coef),
-        "kl_in": ("kl_coef", args.kl_coef),
-        "kl_kind": ("kl_coef", args.kl_coef),
-        "kl_target": ("kl_in", args.kl_in == "reward"),
-        "reward_coef": ("kl_in", args.kl_in == "reward"),
-        "oversample": ("max_staleness", args.max_staleness),
-        "deterministic": ("max_staleness", not args.max_staleness),
-    }
+    # the flag on which others depend, whether these have an effect, and their names
+    rules = [
+        ("adv_estimator", has_critic, ["lam", "critic_lr", "critic_warmup"]),
+        ("adv_estimator", discounts, ["gamma"]),
+        ("adv_estimator", discounts or estimator == "gigpo", ["turn_discount"]),
+        ("policy_loss", objective != "reinforce", ["clip_low", "clip_high"]),
+        ("policy_loss", has_dual_clip, ["clip_c"]),
+        ("hints", not args.hints, ["ref_model", "replay"]),  # rollouts on disk hold no hints
+        ("kl_coef", args.kl_coef, ["hints", "kl_in", "kl_kind"]),
+        ("kl_in", args.kl_in == "reward", ["kl_target", "reward_coef"]),
+        ("max_staleness", args.max_staleness, ["oversample"]),
+        ("max_staleness", not args.max_staleness, ["deterministic"]),
+    ]
     usual = {entry.name: entry.default for entry in fields(args)}
     usual |= args.preset_values() | {"clip_c": args.usual_clip_c}
-    for name, (other, has_effect) in effects.items():
-        need(has_effect or getattr(args, name) == usual[name],
-             f"--{name} has no effect with --{other} {getattr(args, other)}")
+    for other, has_effect, names in rules:
+        for name in names:
+            need(has_effect or getattr(args, name) == usual[name],
+                 f"--{name} has no effect with --{other} {getattr(args, other)}")
 
 
 def complete_flags(args: Args, cuda: bool):
@@ -545,29 +543,17 @@ def complete_flags(args: Args, cuda: bool):
     The values depend on the device, on files and on other flags. Left to train.check_input are
     args.task and, if the task builds the model, args.model."""
     vars(args).update(device_defaults(args, cuda))
-    lr = 1e-6
-    critic_lr = 1e-5
-    if not args.model:  # the task's own, a tiny one
-        lr = 3e-4
-        critic_lr = 1e-3
-    if args.lora_rank:
-        lr *= 10
-    folder = f"runs/{Path(args.task).stem}"
-    if not args.num_steps:
-        folder += "-eval"
+    is_tiny = not args.model  # the task's own
     args.fill({
-        "lr": lr,
-        "critic_lr": critic_lr,
+        "lr": (3e-4 if is_tiny else 1e-6) * (10 if args.lora_rank else 1),
+        "critic_lr": 1e-3 if is_tiny else 1e-5,
         "tokens_per_micro_batch": max(args.window, 16384),
-        "output_dir": folder,
+        "output_dir": f"runs/{Path(args.task).stem}" + ("" if args.num_steps else "-eval"),
         "max_model_len": args.window,
     })
-
     args.output_dir = os.path.realpath(os.path.expanduser(args.output_dir))
     for name in ("model", "ref_model", "replay"):
-        path = getattr(args, name)
-        if path:
-            setattr(args, name, absolute(path))
+        setattr(args, name, absolute(getattr(args, name)))
     for name in ("train_files", "val_files"):
         files = getattr(args, name)
         if files:

@@ -26,26 +26,27 @@ STATE_FILE = "estimator.pkl"  # in a checkpoint: the estimator's state, if it ha
 # ---------------------------------------------------------------- the folder
 
 
-def claim_folder(args):
-    """Locks --output_dir for the life of this process, before anything costly starts.
+def claim_folder(args) -> bool | str:
+    """Locks --output_dir for the life of this process, and returns --resume.
 
-    Raises BadInput if another run is writing there, if it holds a run and --resume is not given,
-    or if --resume finds no checkpoint."""
+    That is False if there is no checkpoint yet: a requeued job may always pass --resume. Raises
+    BadInput if another run is writing there, or if it holds a run and --resume is not given."""
     folder = Path(args.output_dir)
-    if args.resume:
-        need(checkpoints(folder), f"--resume: no checkpoint in {folder}: give another --output_dir")
-    else:
-        names = ("metrics.jsonl", "checkpoints", "final")
-        need(
-            not any((folder / name).exists() for name in names),
-            f"{folder} holds a run: continue it with --resume, or give another --output_dir",
-        )
+    is_used = any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "final"))
+    need(
+        args.resume or not is_used,
+        f"{folder} holds a run: continue it with --resume, or give another --output_dir",
+    )
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)  # never closed: that would unlock
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a child does not inherit this lock
     except BlockingIOError:
         raise BadInput(f"another run is writing to {folder}: give another --output_dir") from None
+    if args.resume and not checkpoints(folder):
+        print(f"--resume: {folder} has no checkpoint: the run starts at step 0", flush=True)
+        return False
+    return args.resume
 
 
 def read_checkpoint(args) -> tuple[Path | None, dict]:

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
-def absolute(path: str) -> str:
+def absolute(path: str | None) -> str | None:
     """Returns the real path of an existing file, because a tool may change the directory.
 
     Anything else may be a name on a hub, and is returned as it is."""
-    if os.path.exists(path):
-        return os.path.realpath(path)
-    return path
+    return os.path.realpath(path) if path and os.path.exists(path) else path
 
 
 def write_whole(file: Path, *texts: str):
@@ -23,11 +21,6 @@ def write_whole(file: Path, *texts: str):
     with temporary.open("w", encoding="utf-8", errors="backslashreplace") as stream:
         stream.writelines(texts)
     temporary.replace(file)
-
-
-def is_dumped(prompt: int, share: float) -> bool:
-    """Returns whether a prompt's group is written with --dump_rollouts: every (1 / share)-th is."""
-    return int((prompt + 1) * share) > int(prompt * share)
 
 
 def to_json_lines(rows: Iterable[dict]) -> str:

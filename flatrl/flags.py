@@ -34,6 +34,7 @@ def parse_flags(
     headings: dict[str, str],
     hidden: list[str],
     shown_defaults: dict[str, str],
+    other_names: dict[str, str],
     **texts,
 ):
     """Returns an instance of the dataclass `cls`, filled from a command line.
@@ -42,6 +43,7 @@ def parse_flags(
     headings: {first flag of a group: the group's heading in --help}.
     hidden: fields that have no flag of their own.
     shown_defaults: the default to show in --help where it depends on another flag.
+    other_names: {name of a flag elsewhere: its name here}, for a hint.
     texts: usage, description and epilog for argparse, which prints their lines as they are.
     Raises BadInput for a flag that is unknown, abbreviated or mistyped."""
     # Not transformers' HfArgumentParser: importing it takes a third of the time to --help.
@@ -59,13 +61,15 @@ def parse_flags(
         shown = shown_defaults.get(entry.name, entry.default)
         if shown is not None and shown is not False and shown != "{}":
             help += f" (default: {shown})"
-        names.append(f"--{entry.name}")
-        group.add_argument(names[-1], default=entry.default, help=help, **_type_of(entry))
+        names.append(entry.name)
+        group.add_argument(f"--{entry.name}", default=entry.default, help=help, **_type_of(entry))
 
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        similar = difflib.get_close_matches(unknown[0], names, n=1) or ["--help"]
-        raise BadInput(f"unknown flag {unknown[0]}: did you mean {similar[0]}?")
+        name = unknown[0].strip("-").partition("=")[0]
+        similar = difflib.get_close_matches(name, names, n=1) or ["help"]
+        meant = other_names.get(name, similar[0])
+        raise BadInput(f"unknown flag {unknown[0]}: did you mean --{meant}?")
     return cls(**vars(values))
 
 
@@ -97,8 +101,6 @@ def check_value(name: str, value, choices=(), low: float = 0, high: float = math
     if isinstance(choices, tuple) and choices:
         need(value in choices, f"--{name} {value}: choose from {', '.join(choices)}")
     elif isinstance(value, (int, float)):
-        need(
-            low <= value <= high and value < math.inf,
-            f"--{name} {value} must be a number from {low} to {high}",
-        )
+        is_inside = low <= value <= high and value < math.inf
+        need(is_inside, f"--{name} {value} must be a number from {low} to {high}")
     need(value != "", f"--{name} is empty: leave it out, or give it a value")

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from agent_loop import RESPONSE_LISTS, AgentLoopOutput, numeric_entries, total_reward
 from flatrl.bad_input import need, reason, refusing
-from flatrl.files import is_dumped, read_json_lines, to_json_lines, write_whole
+from flatrl.files import read_json_lines, to_json_lines, write_whole
 from flatrl.models import versions
 
 GIT = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -61,8 +61,8 @@ class Log:
     ]
 
     def __init__(self, args, tokenizer, steps_done: int, training_rows: str = ""):
-        """steps_done: those of the checkpoint with --resume. Lines of later steps are removed,
-        because these steps are run again. training_rows: as from `rows.hash_of_rows`."""
+        """steps_done: those of the checkpoint to resume. Lines of later steps are removed, because
+        these steps are run again. training_rows: as from `rows.hash_of_rows`."""
         self.args = args
         self.tokenizer = tokenizer
         self.steps_done = steps_done
@@ -77,16 +77,14 @@ class Log:
             "command": sys.argv,
             "processes": int(os.environ.get("WORLD_SIZE", 1)),
         }
-        if not args.resume:  # otherwise `checkpoints.resume` does: until then the start may fail
-            self.write_about()  # first, because it marks the folder as a run's own
-        (self.folder / "rollouts").mkdir(exist_ok=True)
+        (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
         file = self.folder / "metrics.jsonl"
-        rows = []
-        for row in read_json_lines(file):
-            if isinstance(row.get("step"), int) and row["step"] <= steps_done:
-                rows.append(row)
-        if rows:
+        if args.resume:  # `checkpoints.resume` writes args.json: until then the start may fail
+            rows = [row for row in read_json_lines(file) if row["step"] <= steps_done]
             write_whole(file, to_json_lines(rows))
+        else:
+            file.unlink(missing_ok=True)  # of a run that was killed before its first checkpoint
+            self.write_about()
 
     def write_about(self):
         """Writes args.json: flags, a hash of the training rows, versions, commit, command."""
@@ -126,15 +124,16 @@ class Log:
         keeps, and one for each failure.
 
         batch: that of the step; its outputs get their advantages: a number if all sampled tokens
-        have the same, else a list. Of images only the number is written. Without any line there
-        is no file."""
+        have the same, else a list. Of images only the number is written."""
         advantages = {}  # by id: an output has no key of its own
         if batch:
             for output, of_tokens in zip(batch.outputs, batch["advantages"].tolist(), strict=True):
                 advantages[id(output)] = _of_sampled(output, of_tokens)
         lines = []
         for output in outputs:
-            if not is_dumped(output.extra["prompt"], self.args.dump_rollouts):
+            prompt = output.extra["prompt"]
+            share = self.args.dump_rollouts
+            if int((prompt + 1) * share) == int(prompt * share):  # every (1 / share)-th is written
                 continue
             line = {"index": output.extra.get("index"), "total_reward": total_reward(output)}
             line |= vars(output) | {"images": len(output.images)}
@@ -184,9 +183,7 @@ def _of_sampled(output: AgentLoopOutput, values: list[float]) -> float | list[fl
 
 
 def git_hash() -> str:
-    """Returns the commit of this checkout, followed by "-dirty" if files were changed.
-
-    It is empty outside a checkout, and without git."""
+    """Returns the commit of this checkout, with "-dirty" if files were changed; "" without git."""
     folder = Path(__file__).parent
     with contextlib.suppress(OSError):
         return subprocess.run(GIT, cwd=folder, capture_output=True, text=True).stdout.strip()
@@ -194,9 +191,7 @@ def git_hash() -> str:
 
 
 def replay_file(args, step: int) -> Path:
-    """Returns the file with a step's rollouts in the run to replay.
-
-    That of step 0 is step_000001.jsonl, because the log counts finished steps."""
+    """Returns the file with a step's rollouts in the run to replay; the log counts from 1."""
     return Path(args.replay, "rollouts", f"step_{step + 1:06d}.jsonl")
 
 

@@ -95,21 +95,19 @@ class Stop:
     def __init__(self, store: dist.Store):
         self.store = store
         self.is_told = False  # this rank
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._tell)
+        self._listen(self._tell)
         # User code must be able to end a process that it has forked.
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=lambda: self._listen(signal.SIG_DFL))
+
+    def _listen(self, handler):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handler)
 
     def _tell(self, *_):
-        is_first = not self.is_told
-        self.is_told = True
-        if is_first:
+        if not self.is_told:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, b"\nstopping: the run saves, then ends\n")
-
-    def _forget(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        self.is_told = True
 
     @property
     def requested(self) -> bool:
@@ -131,7 +129,7 @@ def run_as_script(main: Callable, parse: Callable):
         sys.exit(status)
     except BadInput as error:
         status = 2
-        if _is_first_to_report(str(error)):
+        if count(str(error)) == 1:  # all ranks usually have the same error
             print(f"train.py: error: {error}", file=sys.stderr)
         sys.last_value = error  # keeps the run's tasks, which would complain about their end
         sys.exit(status)
@@ -144,25 +142,19 @@ def run_as_script(main: Callable, parse: Callable):
         raise
     finally:
         if status:
-            _end_other_ranks()
+            count(STOP)  # ends a rollout of ranks that wait for this one
         timer = threading.Timer(LEFT_BEHIND_S, os._exit, [status])
         timer.daemon = True
         timer.start()
 
 
-def _is_first_to_report(message: str) -> bool:
-    """Returns whether no other rank has reported a message, which all of them usually have."""
-    if not dist.is_initialized():
-        return os.environ.get("RANK", "0") == "0"
-    with contextlib.suppress(RuntimeError):  # the rank that has the store is gone
-        return dist.distributed_c10d._get_default_store().add(message, 1) == 1
-    return False
+def count(key: str) -> int:
+    """Returns how many ranks have called this with the key, this one included.
 
-
-def _end_other_ranks():
-    """Ends the rollout of ranks that wait for this one. They then find that it is gone."""
-    with contextlib.suppress(ValueError, RuntimeError):  # there are no other ranks, or no store
-        dist.distributed_c10d._get_default_store().add(STOP, 1)
+    Before the ranks share a store, or when it is gone, rank 0 counts as the first."""
+    with contextlib.suppress(ValueError, RuntimeError):
+        return dist.distributed_c10d._get_default_store().add(key, 1)
+    return 1 + int(os.environ.get("RANK", 0))
 
 
 # ---------------------------------------------------------------- the background thread
@@ -191,9 +183,6 @@ class Background:
         while not self.closed:  # sys.exit in a task ends run_forever
             with contextlib.suppress(SystemExit):
                 self.loop.run_forever()
-
-
-# ---------------------------------------------------------------- memory
 
 
 def memory() -> dict[str, float]:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_loop import BadInput
 from data import load_task
@@ -46,24 +45,27 @@ def test_a_living_run_keeps_its_folder_and_a_killed_one_leaves_it(tmp_path):
     checkpoints.claim_folder(args)
 
 
-@pytest.mark.parametrize("files, resume, refused", [
-    ([], False, None),
-    (["args.json", ".lock", "notes.txt"], False, None),  # a start that failed
-    (["args.json", "metrics.jsonl"], False, "holds a run: continue it with --resume, or give"),
-    (["final"], False, "holds a run"),
-    (["metrics.jsonl"], True, "no checkpoint"),
-    (["metrics.jsonl", "checkpoints/step_000002"], True, None),
+@pytest.mark.parametrize("files, resume, found", [
+    ([], False, False),
+    (["args.json", ".lock", "notes.txt"], False, False),  # a start that failed
+    (["final"], False, BadInput),
+    (["args.json", "metrics.jsonl"], False, BadInput),
+    (["args.json", "metrics.jsonl"], True, False),  # killed before its first checkpoint
+    (["checkpoints/step_000002"], True, True),
+    (["checkpoints/step_000002"], "changed", "changed"),
 ])  # fmt: skip
-def test_a_run_is_never_written_over(files, resume, refused, tmp_path):
+def test_a_run_is_never_written_over_and_a_requeued_job_may_pass_resume(
+    files, resume, found, tmp_path
+):
     folder = tmp_path / "x"
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     args = Args(output_dir=str(folder), resume=resume)
-    if not refused:
-        checkpoints.claim_folder(args)
+    if found is not BadInput:
+        assert checkpoints.claim_folder(args) == found
         return
-    with pytest.raises(BadInput, match=refused):
+    with pytest.raises(BadInput, match="continue it with --resume, or give another --output_dir"):
         checkpoints.claim_folder(args)
 
 
@@ -87,6 +89,11 @@ def save(run, *steps: int):
         checkpoints.save_checkpoint(run)
 
 
+def write_rewards(folder: Path, rewards: dict[int, float]):
+    rows = [{"step": step, "eval/reward": reward} for step, reward in rewards.items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_the_latest_checkpoints_and_the_best_are_kept_and_half_ones_removed(
     tmp_path, process_group
 ):
@@ -94,7 +101,7 @@ def test_the_latest_checkpoints_and_the_best_are_kept_and_half_ones_removed(
     save(run, 1, 2)
     folder = tmp_path / "checkpoints"
     assert names(folder) == ["step_000002"]
-    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "eval/reward": 0.5}\n')
+    write_rewards(tmp_path, {2: 0.5, 4: 0.5, 5: 0.25})  # the first of equals is the best
     (folder / ".step_000003").mkdir()  # a kill has left it
     assert checkpoints.checkpoints(tmp_path) == [folder / "step_000002"]
     save(run, 4, 5)
@@ -124,25 +131,13 @@ def test_a_checkpoint_brings_all_back_but_the_changed_rate(tmp_path, process_gro
     assert run.kl.coef == 0.1
 
 
-def test_a_checkpoint_that_does_not_load_is_named(tmp_path, process_group):
-    run = make_run(tmp_path, resume=True)
-    save(run, 2, 4)
-    newest = tmp_path / "checkpoints/step_000004"
-    file = newest / "__0_0.distcp"
-    file.write_bytes(bytes(file.stat().st_size))
-    found, state = checkpoints.read_checkpoint(run.args)
-    with pytest.raises(BadInput, match=f"--resume: {newest} .*Move it elsewhere"):
-        checkpoints.load_checkpoint(run, found, state["parts"])
-
-
 @pytest.mark.parametrize("done, left", [(3, 0), (2, 6)])
 def test_a_run_that_reached_its_reward_is_complete_when_it_is_resumed(
     done, left, tmp_path, process_group
 ):
     run = make_run(tmp_path, num_steps=8, stop_at_reward=0.5, resume=True)
     save(run, done)
-    rows = [{"step": 2, "eval/reward": 0.4}, {"step": 3, "eval/reward": 0.6}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rewards(tmp_path, {2: 0.4, 3: 0.6})
     checkpoints.resume(run, *checkpoints.read_checkpoint(run.args), [])
     assert run.args.num_steps - run.done == left
 
@@ -154,50 +149,39 @@ def test_resume_prints_other_flags_and_refuses_other_rows(tmp_path, capsys):
     assert checkpoints.check_changes(Args(**flags, seed=1), "rows b", {}) == []
     changed = Args(**flags, resume=True, seed=1, lr=0.1)
     assert checkpoints.check_changes(changed, "rows a", history) == ["seed", "lr"]
-    printed = capsys.readouterr().out
-    assert "--seed was 0 so far, and is 1 from now on\n" in printed
-    assert "--lr was None so far, and is 0.1 from now on\n" in printed
-    with pytest.raises(BadInput, match="the training rows are not those of the run"):
+    assert "--lr was None so far, and is 0.1 from now on\n" in capsys.readouterr().out
+    with pytest.raises(BadInput):
         checkpoints.check_changes(Args(**flags, resume=True), "rows b", history)
     accepted = Args(**flags, resume="changed")
     assert checkpoints.check_changes(accepted, "rows b", history) == []
-    with pytest.raises(BadInput, match="`sampler`"):
+    with pytest.raises(BadInput):  # a sampler's history is about the other rows
         checkpoints.check_changes(accepted, "rows b", {"history": [[7, 0]]})
-
-
-def choices() -> np.ndarray:
-    """As pandas gives them. The bytes of such an array are addresses."""
-    return np.array([f"choice {i}" for i in range(3)], dtype=object)
 
 
 @pytest.mark.parametrize("edit, is_same", [
     (lambda rows: None, True),
     (lambda rows: rows[0].update(words={"c", "b", "a"}), True),
-    (lambda rows: rows[0].update(choices=choices()), True),
-    (lambda rows: rows[0].update(at=object()), True),
     (lambda rows: rows[0].update(numbers=torch.tensor([1.0, 3.0])), False),
     (lambda rows: rows[1]["images"][0].putpixel((1, 1), 9), False),
     (lambda rows: rows.reverse(), False),
-    (lambda rows: rows.pop(), False),
 ])  # fmt: skip
 def test_rows_have_one_hash(edit, is_same):
-    numbers = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
-    rows = [
-        {"words": {"a", "b", "c"}, "at": object(), "choices": choices(), "numbers": numbers},
-        {"answer": 3, "images": [Image.new("L", (3, 3))]},
-    ]
-    before = hash_of_rows(rows, 0)
-    edit(rows)
-    assert (hash_of_rows(rows, 0) == before) == is_same
+    """Without addresses, which the bytes of an array of objects are."""
+
+    def make_rows():
+        choices = np.array([f"choice {i}" for i in range(3)], dtype=object)
+        first = {"words": {"a", "b", "c"}, "choices": choices, "numbers": torch.tensor([1.0, 2.0])}
+        return [first, {"answer": 3, "images": [Image.new("L", (3, 3))]}]
+
+    edited = make_rows()
+    edit(edited)
+    assert (hash_of_rows(edited, 0) == hash_of_rows(make_rows(), 0)) == is_same
 
 
 def test_a_resumed_run_keeps_the_model_that_was_built_for_it(tmp_path, monkeypatch):
-    """... though its task was edited, for which another is built.
-
-    One thread builds it, so `python` finds the model of `accelerate launch`."""
+    """... though its task was edited, for which another is built."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = "import torch\ndef build_model(path):\n    n = torch.get_num_threads()\n"
-    code += "    open(f'{path}/{n} threads', 'w')\n"
+    code = "def build_model(path):\n    open(f'{path}/built', 'w')\n"
     (tmp_path / "task.py").write_text(code)
     task = load_task(str(tmp_path / "task.py"), ("build_model",))
     args = Args(task="task.py", output_dir=str(tmp_path / "run"))
@@ -206,12 +190,8 @@ def test_a_resumed_run_keeps_the_model_that_was_built_for_it(tmp_path, monkeypat
         (tmp_path / "task.py").write_text(code + edit)
         return Path(models.task_model(task, args))
 
-    numbers = [4]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: numbers[-1])
-    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
     one = build("")
-    assert names(one) == ["1 threads"] and numbers == [4, 1, 4]
-    assert build("") == one
+    assert names(one) == ["built"] and build("") == one
     two = build("# edited")
     assert names(tmp_path / "flatrl") == sorted([one.name, two.name])
     args.model = str(two)
@@ -230,18 +210,3 @@ def test_a_model_without_all_its_weights_is_refused(tiny_model, tmp_path):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadInput, match="missing_keys ..model.layers.0.mlp.up_proj.weight"):
         models.load_for_training("AutoModelForCausalLM", Args(model=str(folder)), "eager")
-
-
-def test_a_generation_config_that_transformers_refuses_is_saved(tiny_model, tmp_path):
-    shutil.copytree(tiny_model, tmp_path / "model")
-    file = tmp_path / "model/generation_config.json"
-    settings = json.loads(file.read_text()) | {"do_sample": False, "temperature": 0.6}
-    file.write_text(json.dumps(settings))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
-        model.generation_config.save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    checkpoints._write_policy(tmp_path / "out", model, tokenizer, model.state_dict(), {})
-    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == settings
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(again.lm_head.weight, model.lm_head.weight)

@@ -10,7 +10,6 @@ from conftest import output_of, rows_of
 
 import data
 from agent_loop import AgentLoopOutput
-from flatrl import checkpoints
 from flatrl.log import Log
 from flatrl.metrics import describe_eval
 from train import Args
@@ -61,10 +60,12 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(args, tmp_path):
     for row in rows:
         log.metrics(row)
     file = tmp_path / "run/metrics.jsonl"
-    resumed = Log(args, None, 3)
-    assert rows_of(file) == rows[:4]
-    resumed.metrics(rows[4])
+    args.resume = True
+    Log(args, None, 3).metrics(rows[4])
     assert rows_of(file) == rows[:5]
+    args.resume = False  # as without a checkpoint
+    Log(args, None, 0).metrics(rows[0])
+    assert rows_of(file) == rows[:1]
 
 
 def test_rollouts_are_a_line_each(args, tmp_path):
@@ -90,8 +91,6 @@ def test_rollouts_are_a_line_each(args, tmp_path):
     *kept, third = rows_of(tmp_path / "run/rollouts/step_000005.jsonl")
     assert [line["extra"] for line in kept] == [x for x in places if x["prompt"] in (3, 7)]
     assert third == errors[0]
-    log.rollouts("eval_000001", [], [])
-    assert not (tmp_path / "run/rollouts/eval_000001.jsonl").exists()
 
 
 def evaluation(scores: list[list], rows: list[dict]) -> dict[str, float]:
@@ -128,13 +127,3 @@ def test_an_evaluation_of_several_samples_a_row():
     one = evaluation([[0.25]], [{}])
     assert one["eval/pass@1"] == one["eval/reward_stderr"] == 0 and one["eval/reward"] == 0.25
     assert not [name for name in one if name.count("/") > 1]
-
-
-def test_the_best_checkpoint_has_the_highest_evaluation_and_is_the_first_of_equals(tmp_path):
-    rewards = {1: 0.0, 2: 0.75, 4: 0.75, 5: -0.25}
-    rows = [{"step": step, "eval/reward": reward} for step, reward in rewards.items()]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert checkpoints.best_checkpoint(tmp_path) is None
-    for step, best in ((3, 3), (6, 6), (1, 1), (5, 1), (2, 2), (4, 2)):
-        (tmp_path / f"checkpoints/step_{step:06d}").mkdir(parents=True)
-        assert checkpoints.best_checkpoint(tmp_path).name == f"step_{best:06d}"
