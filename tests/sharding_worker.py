@@ -12,14 +12,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
-from conftest import SMALL_CACHE, generate
+from conftest import SMALL_CACHE
 from fixed_batch import batch_of, gradients, whole
 from torch.distributed.tensor import DTensor
 
 import data
 import rollout
 import train
-from flatrl import checkpoints, devices, processes, vllm_engine
+from flatrl import checkpoints, devices, vllm_engine
 from flatrl.log import SilentLog
 from flatrl.models import checkpoint_weights
 
@@ -131,34 +131,11 @@ def find_checkpoints(accelerator, folder: Path, tied: str, untied: str) -> dict:
     return found
 
 
-def find_tp(accelerator, folder: Path, tied: str, untied: str) -> dict:
-    """An engine over both ranks: a call of it is given up half-way, and one refused."""
-    args = flags_of(tied, tp=2, shard=False)
-    engine, background = rollout.Engine(tied, args, accelerator.device), processes.Background()
-    KEPT.append(engine)
-    found = {}
-    train.sync(engine, train.Policy(args), 1)
-    if engine.leader:
-        call = engine.generate(request_id="lost", prompt_ids=[5], sampling_params={})
-        lost = background.submit(call)
-        while not engine.running:
-            engine.step()
-        lost.cancel()
-        (refused,) = generate(engine, background, [[3] * 200])
-        found["refused"] = repr(refused)
-        engine.end_phase()
-    else:
-        engine.follow()
-    found["unfinished"] = processes.all_gather(engine.core.has_unfinished_requests())
-    return found
-
-
 PARTS = {
     "gradients": find_gradients,
     "hybrid": find_hybrid,
     "sync": find_sync,
     "checkpoints": find_checkpoints,
-    "tp": find_tp,
 }
 KEPT: list[rollout.Engine] = []  # to collect an engine would destroy the process group
 

@@ -5,7 +5,6 @@ import torch
 from conftest import TINY, metrics_of
 from fixed_batch import batch_of
 from test_rollout import hf_model
-from test_train import safetensors
 
 import data
 import train
@@ -54,6 +53,7 @@ def test_merged_weights_are_those_of_the_adapted_policy(
             A, B = (held[f"{path}.lora_{part}.default.weight"] for part in "AB")
             expected = expected + 32 / 4 * B @ A
         torch.testing.assert_close(x, expected.detach(), atol=1e-5, rtol=0)
+
     # Nothing was merged in place.
     assert all(torch.equal(p, held[name]) for name, p in policy.named_parameters())
 
@@ -78,22 +78,16 @@ def test_merged_weights_are_those_of_the_adapted_policy(
 def test_a_run_syncs_and_saves_merged_weights_and_its_adapter(train_here, tiny_model, tmp_path):
     """For resuming, see test_sharding.py."""
     from peft import PeftModel
-    from torch.distributed.checkpoint import FileSystemReader
 
     flags = ["--lora_rank", "4", "--kl_coef", "0.01", "--num_steps", "2", "--lr", "0.01"]
     train_here(*TINY, *flags, "--output_dir", tmp_path)
     rows = metrics_of(tmp_path)
     assert all(row["rollout/logp_diff_max"] < 1e-4 for row in rows[1:])
     assert rows[1]["actor/kl"] < 1e-9 and rows[2]["actor/kl"] > 1e-4
-    reader = FileSystemReader(tmp_path / "checkpoints/step_000002")
-    saved = [name for name in reader.read_metadata().state_dict_metadata
-             if name.startswith("policy.")]  # fmt: skip
-    assert len(saved) == 3 * len(LAYERS) * 2 and all(".lora_" in name for name in saved)
 
-    final = safetensors(tmp_path / "final")
-    adapted = PeftModel.from_pretrained(hf_model(tiny_model), tmp_path / "final/adapter")
     base = dict(hf_model(tiny_model).named_parameters())
-    assert final.keys() == base.keys()
+    final = dict(hf_model(tmp_path / "final").named_parameters())
+    adapted = PeftModel.from_pretrained(hf_model(tiny_model), tmp_path / "final/adapter")
     for name, x in adapted.merge_and_unload().named_parameters():
-        torch.testing.assert_close(final[name], x.detach(), atol=1e-6, rtol=0)
+        torch.testing.assert_close(final[name], x, atol=1e-6, rtol=0)
         assert torch.equal(final[name], base[name]) != is_adapted(name), name

@@ -3,7 +3,6 @@
 import copy
 import json
 import sys
-import warnings
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,13 +10,11 @@ import pytest
 import torch
 from test_data import make_output
 
-from agent_loop import BadInput
 from flatrl.notices import Notices
 from flatrl.rows import check_tokenizer
 from flatrl.trackers import Tracker
 from train import Args
 
-PROMPT = [{"role": "user", "content": "hello"}]
 NETWORK = SimpleNamespace(model=SimpleNamespace(num_parameters=lambda: 9900), is_packed=True)
 
 
@@ -42,7 +39,6 @@ def sampled(n: int, **attributes) -> list:
 @pytest.mark.parametrize("flags, done, plan", [
     ({"epochs": 2}, 0, "grpo: 9 steps of 32 prompts x 8 = 256 trajectories, 2 update(s), lr 0.5"),
     ({"algo": "sft"}, 4, "sft: steps 5 to 9 of 32 demonstrations, 1 update(s), lr 0.5"),
-    ({"rollout_only": True}, 0, "grpo: 9 steps of 32 prompts x 8 = 256 trajectories, no update"),
     ({"num_steps": 0, "eval_samples": 4, "temperature": 0.5}, 0,
      "evaluation: 4 trajectories a validation row, at temperature 0.5"),
 ])  # fmt: skip
@@ -79,8 +75,6 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log):
     batch = {"advantages": 0 * mask, "response_mask": mask}
     log.said.clear()
     Notices(log).metrics({"step": 1, "actor/imitation_loss": 0.5}, rollouts, batch)
-    log.args.reward_coef = 0.0
-    Notices(log).metrics({"step": 1, "actor/kl": 0.5}, rollouts, batch)
     assert log.said == []
 
 
@@ -135,19 +129,12 @@ def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
     assert len(table["data"]) == 64 and fourth["prompt"] == 3
     assert fourth["reward"] == 0.75 and fourth["trajectory"] == "[1, 100, 101]"
 
-    package.login.side_effect = RuntimeError("no network")
-    with pytest.raises(BadInput, match="WANDB_MODE=offline needs no account.*no network"):
-        Tracker(log)
-
 
 def test_a_template_that_ignores_tools_is_told_of(tokenizer):
     from examples import calculator
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_tokenizer(tokenizer, tokenizer, {"prompt": PROMPT}, calculator)
+    prompt = [{"role": "user", "content": "hello"}]
     tokenizer = copy.copy(tokenizer)  # templates are cached by tokenizer
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    for prompt in (PROMPT, []):  # without one an Interaction speaks first
-        with pytest.warns(UserWarning, match="chat template ignores tools"):
-            check_tokenizer(tokenizer, tokenizer, {"prompt": prompt}, calculator)
+    with pytest.warns(UserWarning, match="chat template ignores tools"):
+        check_tokenizer(tokenizer, tokenizer, {"prompt": prompt}, calculator)

@@ -108,12 +108,6 @@ def test_sync_from_a_sharded_policy(found, tiny_model, untied_model):
         assert result["whole"] == [0, 0]  # the policy's own parameters stay sharded
 
 
-def test_followers_hear_of_calls_that_are_refused_or_given_up(tiny_model, untied_model, tmp_path):
-    """For what a tensor-parallel engine samples, see test_tp.py."""
-    found = on_ranks("tp", tmp_path, tiny_model, untied_model)["tp"]
-    assert "ValueError" in found["refused"] and found["unfinished"] == [False, False]
-
-
 def test_sharded_gradient_while_accelerate_is_in_fsdp_mode(tiny_model, process_group, monkeypatch):
     """On GPUs it is, by configs/eight_gpus_fsdp2.yaml; on a CPU it never is by itself."""
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -151,7 +145,6 @@ def test_the_config_for_eight_gpus_shards(monkeypatch):
         if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
             monkeypatch.setenv(name, value)
     assert devices.sharding(Args()) is True and devices.sharding(Args(shard="hybrid")) == "hybrid"
-    # A setting of accelerate's that is not implemented is refused.
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    with pytest.raises(BadInput, match="fsdp_offload_params true: must be"):
+    with pytest.raises(BadInput):  # is not implemented
         devices.sharding(Args())
