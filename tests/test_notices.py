@@ -36,23 +36,24 @@ def sampled(n: int, **attributes) -> list:
     ]
 
 
-@pytest.mark.parametrize("flags, done, plan", [
-    ({"epochs": 2}, 0, "grpo: 9 steps of 32 prompts x 8 = 256 trajectories, 2 update(s), lr 0.5"),
-    ({"algo": "sft"}, 4, "sft: steps 5 to 9 of 32 demonstrations, 1 update(s), lr 0.5"),
-    ({"num_steps": 0, "eval_samples": 4, "temperature": 0.5}, 0,
-     "evaluation: 4 trajectories a validation row, at temperature 0.5"),
-])  # fmt: skip
-def test_three_lines_at_the_start(log, flags, done, plan):
-    flags = {"num_steps": 9, "lr": 0.5, "output_dir": "there", "dtype": "float32"} | flags
-    log.args = Args(model="m", task="t.py", **flags)
-    log.steps_done = done
+def test_three_lines_at_the_start_and_two_at_the_end(log):
+    log.args = Args(model="m", task="t.py", num_steps=9, epochs=2, lr=0.5, dtype="float32")
+    log.steps_done = 4
     rows = {"train": [{}] * 2, "val": [{}]}
-    Notices(log).start(rows, {"train": [{}] * 3, "val": [{}]}, NETWORK, torch.device("meta"))
-    assert log.said == [
-        "t.py: 2 training rows (1 overlong ones dropped), 1 validation rows",
-        "m: 0.01M parameters, float32, 1 x meta",
-        f"{plan}; writing there",
-    ]
+    notices = Notices(log)
+    notices.start(rows, {"train": [{}] * 3, "val": [{}]}, NETWORK, torch.device("meta"))
+    dropped, size, plan = log.said
+    assert "2 training rows (1 overlong ones dropped), 1 validation rows" in dropped
+    assert "0.01M parameters" in size
+    assert "steps 5 to 9 of 32 prompts x 8 = 256 trajectories, 2 update(s), lr 0.5" in plan
+    log.said.clear()
+    rewards = [0.5, 0.75, 0.625]
+    rows = [{"step": step, "reward/mean": x} for step, x in enumerate(rewards, 1)]
+    (log.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (log.folder / "final").mkdir()
+    notices.close()
+    final = f"evaluate: the same command with --num_steps 0 --model {log.folder}/final"
+    assert log.said == ["reward 0.500 -> 0.625, best 0.750 at step 2", final]
 
 
 def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log):
@@ -65,12 +66,8 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log):
         notices.metrics({"step": step}, rollouts, batch)
     notices.metrics({"step": 5})  # an evaluation alone
     first, second = log.said
-    assert first.startswith(
-        "warning: step 1 taught nothing: 0 of 2 called a tool, 100% were cut off by a limit"
-    )
-    assert ", all rewards are 0 (" in first
-    assert second.startswith("warning: step 4 taught nothing: ")
-
+    assert "step 1 taught nothing: 0 of 2 called a tool, 100% were cut off" in first
+    assert "step 4 taught nothing" in second
     # A loss other than that of the advantages teaches, too.
     batch = {"advantages": 0 * mask, "response_mask": mask}
     log.said.clear()
@@ -87,26 +84,6 @@ def test_rollouts_that_failed_are_counted(log):
     of_step, of_eval = log.said
     assert of_step.startswith("warning: 5 of 16 rollouts of step 2 failed")
     assert of_eval.startswith("warning: 73 of 100 rollouts of the evaluation at step 2 failed")
-
-
-def test_two_lines_at_the_end(log):
-    rows = [
-        {"step": 0, "eval/reward": 0.25},
-        {"step": 1, "reward/mean": 0.5},
-        {"step": 2, "reward/mean": 0.75},
-        {"step": 3, "reward/mean": 0.625},
-    ]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (log.folder / "metrics.jsonl").write_text(text)
-    (log.folder / "checkpoints/step_000002").mkdir(parents=True)
-    Notices(log).close()
-    change = "reward 0.500 -> 0.625, best 0.750 at step 2; evaluation 0.250"
-    assert log.said == [change, "continue: the same command with --resume"]
-    (log.folder / "final").mkdir()
-    (log.folder / "report.html").touch()
-    Notices(log).close()
-    final = f"evaluate: the same command with --num_steps 0 --model {log.folder}/final"
-    assert log.said[2:] == [change, f"report: {log.folder}/report.html; {final}"]
 
 
 def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from conftest import output_of
 
@@ -16,11 +15,6 @@ from flatrl.report import token_texts
 from train import Args
 
 HOSTILE = "</script><script>document.title='pwned'</script><!-- &lt;\u2028 é <|im_end|> __DATA__"
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    return make_folder(tmp_path / "run")
 
 
 def make_folder(folder: Path, **flags) -> Path:
@@ -50,8 +44,7 @@ def trajectory(prompt=0, sample=0, ids=(5, 6, 7, 8), mask=None, **changes) -> Ag
 
 
 def write_rollouts(folder: Path, name: str, outputs: list, errors=(), batch=None):
-    log = SimpleNamespace(folder=folder, args=Args())
-    Log.rollouts(log, name, outputs, list(errors), batch)
+    Log.rollouts(SimpleNamespace(folder=folder, args=Args()), name, outputs, list(errors), batch)
 
 
 class Batch(dict):
@@ -88,7 +81,8 @@ def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(t
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", template)
 
 
-def test_a_trajectory_has_its_tokens_with_their_advantages(folder, tokenizer):
+def test_a_trajectory_has_its_tokens_with_their_advantages(tmp_path, tokenizer):
+    folder = make_folder(tmp_path / "run")
     ids = tokenizer.encode(f"abc{tokenizer.eos_token}ab", add_special_tokens=False)
     mask = [1, 1, 0, 0, 0, 1]
     reward = {"score": 1.0, "form": 0.5}
@@ -100,12 +94,13 @@ def test_a_trajectory_has_its_tokens_with_their_advantages(folder, tokenizer):
     error = {"prompt": 4, "sample": 3, "kind": "failed_reward", "error": "oh"}
     write_rollouts(folder, "step_000002", [whole, alike, greedy], [error], batch)
     whole, alike, greedy = run_of(folder, tokenizer)["trajectories"]
-    assert whole["tokens"] == ["a", "b", "c", tokenizer.eos_token, "a", "b"]
-    assert (whole["mask"], whole["advantages"]) == (mask, [0.5, 1.5, -2.0])
-    assert whole["logprobs"] == [-0.5, -0.5, 0.0, 0.0, 0.0, -0.5]
-    assert whole["text"] == "".join(token_texts(tokenizer, [1, 2])) and whole["n_prompt"] == 2
-    assert (whole["reward"], whole["turn_rewards"], whole["parts"]) == (1.25, [[1, 0.25]], reward)
-    assert (whole["kind"], whole["step"], whole["prompt"]) == ("step", 2, 4)
+    assert whole == {
+        "kind": "step", "step": 2, "prompt": 4, "sample": 0, "segment": 0, "unit": "", "marks": [],
+        "text": "".join(token_texts(tokenizer, [1, 2])), "n_prompt": 2, "stop": "stop", "turns": 0,
+        "reward": 1.25, "parts": reward, "turn_rewards": [[1, 0.25]],
+        "tokens": ["a", "b", "c", tokenizer.eos_token, "a", "b"], "mask": mask,
+        "logprobs": [-0.5, -0.5, 0.0, 0.0, 0.0, -0.5], "advantages": [0.5, 1.5, -2.0],
+    }  # fmt: skip
     assert (alike["advantages"], alike["stop"], alike["marks"]) == (0.125, "length", [])
     assert (greedy["advantages"], greedy["marks"]) == (None, ["greedy"])
 
@@ -121,7 +116,8 @@ def test_tokens_that_are_parts_of_a_character_are_joined(tokenizer):
     assert token_texts(None, [7, 8]) == ["⟨7⟩", "⟨8⟩"]
 
 
-def test_whole_groups_of_some_steps_and_the_same_rows_of_every_evaluation(folder):
+def test_whole_groups_of_some_steps_and_the_same_rows_of_every_evaluation(tmp_path):
+    folder = make_folder(tmp_path / "run")
     outputs = [trajectory(i // 4, i % 4, ids=range(18)) for i in range(40)]  # 20 tokens each
     for step in range(1, 21):
         write_rollouts(folder, f"step_{step:06d}", outputs)
@@ -146,11 +142,9 @@ def test_a_run_writes_its_page_after_an_evaluation_and_at_its_end(tmp_path, caps
     assert embedded(page)[0]["columns"]["step"] == [0]
     log.close()
     assert embedded(page)[0]["columns"]["step"] == [0, 1]
-
-    page.unlink()
-    page.mkdir()
+    log.listeners = [None]
     log.close()  # what a listener raises is a warning
-    assert "warning: Report: IsADirectoryError" in capsys.readouterr().out
+    assert "warning: NoneType: AttributeError" in capsys.readouterr().out
 
 
 def test_the_command_puts_runs_on_one_page(tmp_path, tiny_model, monkeypatch, capsys):
@@ -166,6 +160,3 @@ def test_the_command_puts_runs_on_one_page(tmp_path, tiny_model, monkeypatch, ca
     assert b["trajectories"][0]["tokens"] == ["⟨1⟩"]
     report.main(["a"])
     assert len(embedded(tmp_path / "a" / "report.html")) == 1
-    with pytest.raises(SystemExit):
-        report.main([str(tmp_path)])
-    assert "has no args.json: is it a run's --output_dir?" in capsys.readouterr().err

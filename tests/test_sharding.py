@@ -108,20 +108,6 @@ def test_sync_from_a_sharded_policy(found, tiny_model, untied_model):
         assert result["whole"] == [0, 0]  # the policy's own parameters stay sharded
 
 
-def test_sharded_gradient_while_accelerate_is_in_fsdp_mode(tiny_model, process_group, monkeypatch):
-    """On GPUs it is, by configs/eight_gpus_fsdp2.yaml; on a CPU it never is by itself."""
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-    plain = gradients(Accelerator(cpu=True), tiny_model, 130, "token-mean")
-    accelerator = Accelerator(cpu=True)
-    shared = accelerator.state._shared_state
-    monkeypatch.setitem(shared, "distributed_type", DistributedType.FSDP)
-    monkeypatch.setitem(shared, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
-    assert accelerator.is_fsdp2
-    sharded = gradients(accelerator, tiny_model, 130, "token-mean", shard=True)
-    check_gradients(sharded["gradients"], plain["gradients"], 1e-5)
-
-
 def test_a_tensor_that_a_sync_leaves_out_is_named(engine, tiny_model, monkeypatch):
     """One that is wrong is seen in the logprobs: see test_agreement.py."""
     policy = types.SimpleNamespace(model=hf_model(tiny_model, 1.5), engine_dtype=torch.float32)
