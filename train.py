@@ -742,7 +742,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             net.parameters(), lr, weight_decay=0.0, fused=accelerator.device.type == "cuda"
         )
-        self.lr_factor = models.lr_factor(self.optimizer, args, num_steps)
+        self.lr_factor = models.lr_factor(args, num_steps)
         self.is_sharded = bool(args.shard)
 
     def set_lr(self, step: int) -> float:
@@ -945,7 +945,7 @@ def build_reference(args: Args, policy: Policy) -> Callable | None:
     if args.hints:
         return policy
     if args.lora_rank and not args.ref_model:
-        return layers.without_adapters(policy)
+        return layers.WithoutAdapters(policy)
 
     args = replace(args, model=args.ref_model or args.model, lora_rank=0)
     return Policy(args, policy.vocab_size, policy.vision).requires_grad_(False)

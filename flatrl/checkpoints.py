@@ -50,9 +50,9 @@ def claim_folder(args) -> bool | str:
 
 
 def read_checkpoint(args) -> tuple[Path | None, dict]:
-    """Returns the latest checkpoint and its step.json, (None, {}) without --resume.
+    """Returns the latest checkpoint and its step.json, with the estimator's state as "estimator".
 
-    The state of the estimator is added as "estimator"."""
+    Without --resume they are None and {}."""
     if not args.resume:
         return None, {}
     checkpoint = checkpoints(Path(args.output_dir))[-1]
@@ -125,8 +125,9 @@ def save_checkpoint(run):
         on_main(_complete, run, temporary, list(state))
     except CheckpointException as error:  # on all ranks, too
         raise BadInput(str(error)) from None
-    finally:
-        _remove_incomplete(folder)
+    finally:  # removes what has no name, also what a killed run was saving
+        for path in folder.glob(".step_*"):
+            shutil.rmtree(path, ignore_errors=True)
     run.saved = run.done
 
 
@@ -149,12 +150,6 @@ def _complete(run, temporary, parts):
     old = checkpoints(run.folder)[: -run.args.keep_checkpoints]
     for path in {*old} - {best_checkpoint(run.folder)}:
         path.rename(path.with_name(f".{path.name}"))
-
-
-def _remove_incomplete(folder):
-    """Removes checkpoints without a name: also the one that a killed run was saving."""
-    for path in folder.glob(".step_*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -236,29 +231,26 @@ def save_policy(run, folder: Path):
         for name, parameter in model.named_parameters()
         if ".lora_" in name
     }
-    temporary = folder.with_name(f".{folder.name}")
-
-    def write():
-        """Writes to a temporary folder, which then takes the place of an earlier policy."""
-        shutil.rmtree(temporary, ignore_errors=True)
-        _write_policy(temporary, model, run.processor or run.tokenizer, weights, adapter)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-
-    on_main(write)
+    on_main(_write_policy, folder, model, run.processor or run.tokenizer, weights, adapter)
 
 
 def _write_policy(folder, model, tokenizer, weights, adapter):
     """Writes a model with these weights, its adapter if it has one, and its tokenizer.
 
-    Raises BadInput with what the libraries raise."""
+    They take the place of an earlier policy at the end. Raises BadInput with what the libraries
+    raise."""
+    temporary = folder.with_name(f".{folder.name}")
     generation = model.generation_config
     with refusing("the policy, its configuration or its tokenizer can't be saved"):
         # transformers loads some that it refuses to save: a temperature without do_sample.
         model.generation_config = type(generation)()
-        model.save_pretrained(folder, state_dict=weights)
-        generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+        model.save_pretrained(temporary, state_dict=weights)
+        generation.to_json_file(
+            temporary / "generation_config.json", keys_to_pop=["compile_config"]
+        )
         if adapter:
-            model.peft_config["default"].save_pretrained(folder / "adapter")
-            save_file(adapter, folder / "adapter" / "adapter_model.safetensors")
-        tokenizer.save_pretrained(folder)
+            model.peft_config["default"].save_pretrained(temporary / "adapter")
+            save_file(adapter, temporary / "adapter" / "adapter_model.safetensors")
+        tokenizer.save_pretrained(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)

@@ -1,7 +1,6 @@
 """A transformers model's layers, made ready for training: no dropout, attention, LoRA."""
 
 import contextlib
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -107,10 +106,16 @@ def add_adapters(model: nn.Module, args):
         inject_adapter_in_model(config, model)
 
 
-def without_adapters(policy) -> Callable:
-    """Returns a train.Policy without its adapters, as the reference: it takes no memory."""
-    from peft.helpers import rescale_adapter_scale
+class WithoutAdapters:
+    """A train.Policy without its adapters, as the reference: it takes no memory of its own."""
 
-    reference = rescale_adapter_scale(policy, 0)(policy)  # in each of its calls
-    reference.pack = policy.pack  # the wrapper passes attributes on, but no methods
-    return reference
+    def __init__(self, policy):
+        self.policy = policy
+        self.is_packed = policy.is_packed
+        self.pack = policy.pack
+
+    def __call__(self, packed: dict) -> dict:
+        from peft.helpers import rescale_adapter_scale
+
+        with rescale_adapter_scale(self.policy, 0):
+            return self.policy(packed)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import math
 import os
 import tempfile
 import warnings
@@ -28,9 +29,8 @@ CHUNK = 4096  # columns of the vocabulary in a block of logits: fewer, larger st
 def task_model(task: ModuleType, args) -> str:
     """Returns the folder of the model that the task's build_model makes. It is cached.
 
-    The name of the folder has a hash of all that the model depends on. Tasks that import
-    build_model from another task share its model. With --resume it is the run's own model, because
-    the task may have been edited since."""
+    The name of the folder has a hash of all that the model depends on. With --resume it is the
+    run's own model, because the task may have been edited since."""
     source = Path(inspect.getsourcefile(task.build_model))
     shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # tasks import it
     texts = [file.read_text() for file in (source, *shared)]
@@ -181,13 +181,19 @@ def logit_settings(model: nn.Module, args) -> dict:
     }
 
 
-def lr_factor(optimizer, args, num_steps: int) -> Callable[[int], float]:
+def lr_factor(args, num_steps: int) -> Callable[[int], float]:
     """Returns a function of the step: the share of the learning rate, by --lr_schedule."""
-    from transformers import get_scheduler
 
-    schedule = args.lr_schedule.replace("constant", "constant_with_warmup")
-    scheduler = get_scheduler(schedule, optimizer, args.warmup_steps, num_steps)
-    (factor,) = scheduler.lr_lambdas  # all that is used of it
+    def factor(step: int) -> float:
+        if step < args.warmup_steps:
+            return step / args.warmup_steps
+        n_steps = max(1, num_steps - args.warmup_steps)
+        if args.lr_schedule == "linear":
+            return (num_steps - step) / n_steps
+        if args.lr_schedule == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * (step - args.warmup_steps) / n_steps))
+        return 1.0
+
     return factor
 
 
