@@ -50,6 +50,7 @@ from flatrl.attention import packed_attention, register_packed_attention  # noqa
 from flatrl.bad_input import need, refusing
 from flatrl.devices import to_device
 from flatrl.hints import told_outputs, told_prompt
+from flatrl.launch import Bar
 from flatrl.processes import on_main
 from flatrl.rows import (
     as_text,
@@ -59,7 +60,6 @@ from flatrl.rows import (
     tool_schemas,
 )
 from flatrl.tables import Rows, prompt_order, read_files  # noqa: F401
-from flatrl.terminal import Bar
 from flatrl.units import Outputs, last_outputs, unit_of
 from flatrl.vision import expand, load_images, same_images
 from losses import BT, NS, B, N, Turns

@@ -63,6 +63,7 @@ from flatrl.bad_input import (
 )
 from flatrl.compact import compact
 from flatrl.hints import tell
+from flatrl.launch import Bar
 from flatrl.metrics import describe
 from flatrl.processes import (
     PATIENCE,
@@ -75,7 +76,6 @@ from flatrl.processes import (
 )
 from flatrl.rows import copy_containers
 from flatrl.signals import refuse_alarms
-from flatrl.terminal import Bar
 from flatrl.units import rollout_of
 from flatrl.vision import check_images
 from flatrl.vllm_engine import (

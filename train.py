@@ -8,7 +8,7 @@ the networks. Set-up and shutdown are last.
 
 One process per GPU holds a vLLM engine and the policy. It alternates between rollout and update."""
 
-from flatrl.launch import prepare_process
+from flatrl.launch import Bar, prepare_process, quiet_libraries
 
 if __name__ == "__main__":
     prepare_process()  # sets OMP_NUM_THREADS, which torch reads when it is imported
@@ -42,7 +42,6 @@ from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, me
 from flatrl.processes import (
     Background, Stop, Stopped, all_gather, all_sum, on_main, raise_if_stopped, run_as_script)
 from flatrl.rows import hash_of_rows
-from flatrl.terminal import Bar, quiet_libraries
 from flatrl.vision import Vision
 from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_model
 from losses import BT, LossAndStats, N

@@ -25,7 +25,7 @@ from transformers.utils import get_json_schema
 from agent_loop import AgentLoopOutput, LoopArgs, agent_loop_class, task_tools
 from data import load_rows
 from flatrl.bad_input import need, refusing
-from flatrl.terminal import Bar
+from flatrl.launch import Bar
 from rollout import Demonstration
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -1,8 +1,7 @@
 """Refuses alarms outside the main thread, where they can't work and where tools and rewards run.
 
 math_verify and others limit their time by SIGALRM. In a thread that is an error, which they take
-for a wrong answer, and then every reward is 0. Importing this module replaces three functions of
-`signal`."""
+for a wrong answer, and then every reward is 0. Importing this module replaces signal.signal."""
 
 import signal
 import threading
@@ -15,6 +14,7 @@ REMEDY = (
     "timeout_seconds=None), or grade in a process of its own"
 )
 REFUSED = threading.Event()  # an alarm was refused in this process
+SIGNAL = signal.signal
 
 
 def refuse_alarms():
@@ -23,20 +23,11 @@ def refuse_alarms():
         raise BadReward(REMEDY)
 
 
-def _in_main_thread(function):
-    """Returns a function of `signal` that raises BadReward for an alarm of another thread."""
-
-    def checked(number, *arguments):
-        is_alarm = function is not SIGNAL or number == signal.SIGALRM
-        if is_alarm and threading.current_thread() is not threading.main_thread():
-            REFUSED.set()
-            raise BadReward(REMEDY)
-        return function(number, *arguments)
-
-    return checked
+def _in_main_thread(number, handler):
+    """Replaces signal.signal: notes that another thread wants an alarm, which is an error there."""
+    if number == signal.SIGALRM and threading.current_thread() is not threading.main_thread():
+        REFUSED.set()
+    return SIGNAL(number, handler)
 
 
-SIGNAL = signal.signal
-signal.signal = _in_main_thread(SIGNAL)
-signal.alarm = _in_main_thread(signal.alarm)
-signal.setitimer = _in_main_thread(signal.setitimer)
+signal.signal = _in_main_thread
