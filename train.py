@@ -671,7 +671,6 @@ class Policy(Net):
 
     def __init__(self, args: Args, vocab_size: int | None = None, vision=None):
         auto_class = "AutoModelForImageTextToText" if vision else "AutoModelForCausalLM"
-        # A text model is packed only if choose_attention finds, below, that it can be.
         super().__init__(auto_class, args, vision, is_packed=bool(vision))
         # In a list, so that nn.Module does not register it a second time.
         self.head = [self.model.get_output_embeddings()]
@@ -682,9 +681,9 @@ class Policy(Net):
         self.vocab_size = vocab_size
         self.engine_dtype = getattr(torch, args.dtype, torch.float32)
         if not vision:
+            # A text model is packed only if it turns out that it can be.
             probe = data.in_prefix_order(layers.PROBE, [0, 1, 2])
-            attention, self.is_packed = on_main(layers.choose_attention, self, probe, args)
-            self.model.set_attn_implementation(attention)
+            layers.choose_attention(self, probe, args)
         if args.lora_rank:
             layers.add_adapters(self.model, args)
 

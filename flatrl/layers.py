@@ -7,19 +7,14 @@ from torch import nn
 from torch.func import functional_call
 
 from flatrl.bad_input import BadInput, refusing
+from flatrl.processes import on_main
 
 LORA_ALPHA = 32  # adapters are scaled by this over their rank
 
 # A batch of three sequences to try a network on. Two have a common prefix; all tokens but the first
 # are sampled.
 PROBE = {
-    "input_ids": torch.tensor(
-        [
-            [1, 2, 3, 4, 5, 6],
-            [1, 2, 3, 7, 8, 9],
-            [9, 8, 7, 6, 5, 4],
-        ]
-    ),
+    "input_ids": torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9], [9, 8, 7, 6, 5, 4]]),
     "lengths": torch.full((3,), 6),
     "prompt_lengths": torch.full((3,), 1),
     "response_mask": torch.ones(3, 5),
@@ -42,17 +37,22 @@ def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
         model.train()  # only then does transformers; without dropout nothing else changes
 
 
-@torch.no_grad()
-def choose_attention(policy, probe, args) -> tuple[str, bool]:
-    """Returns the name of the attention that a train.Policy needs, and if its rows are packed.
+def choose_attention(policy, probe, args):
+    """Sets the attention of a train.Policy, and whether its rows are packed.
 
     Packed sequences are tried first, then right-padded rows with the model's own attention, as
     recurrent and convolutional layers need them. The first that gives the logprobs of the model's
-    own logits is returned. Raises BadInput if neither does. probe: the data.MicroBatch of PROBE.
-    The policy's `is_packed` must be False, for these logits. It and the attention are left as they
-    were tried last: the caller sets both."""
+    own logits is chosen. Raises BadInput if neither does. probe: the data.MicroBatch of PROBE."""
+    attention, policy.is_packed = on_main(_find_attention, policy, probe, args)
+    policy.model.set_attn_implementation(attention)
+
+
+@torch.no_grad()
+def _find_attention(policy, probe, args) -> tuple[str, bool]:
+    """Returns what `choose_attention` sets. The policy is left as it was tried last."""
     model = policy.model
     own_attention = model.config._attn_implementation
+    policy.is_packed = False
     model.set_attn_implementation("eager")
     packed = policy.pack(PROBE, probe)
     # Rounding to bfloat16 would hide a difference.

@@ -45,16 +45,12 @@ def flags_of(model: str, **more) -> train.Args:
 
 
 def find_gradients(accelerator, folder: Path, tied: str, untied: str) -> dict:
+    """Of all cases; over four ranks, which are on two hosts, of the hybrid one."""
     found = {}
     for name, (tokens, loss_agg, flags) in CASES.items():
-        if name != "hybrid":
+        if (name == "hybrid") == (dist.get_world_size() == 4):
             found[name] = gradients(accelerator, tied, tokens, loss_agg, **flags)
     return found
-
-
-def find_hybrid(accelerator, folder: Path, tied: str, untied: str) -> dict:
-    tokens, loss_agg, flags = CASES["hybrid"]
-    return gradients(accelerator, tied, tokens, loss_agg, **flags)
 
 
 def n_whole(policy: train.Policy) -> int:
@@ -133,7 +129,6 @@ def find_checkpoints(accelerator, folder: Path, tied: str, untied: str) -> dict:
 
 PARTS = {
     "gradients": find_gradients,
-    "hybrid": find_hybrid,
     "sync": find_sync,
     "checkpoints": find_checkpoints,
 }

@@ -1,6 +1,5 @@
 """flatrl/notices.py and trackers.py: what a run tells its user besides its table."""
 
-import copy
 import json
 import sys
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import torch
 from test_data import make_output
 
 from flatrl.notices import Notices
-from flatrl.rows import check_tokenizer
 from flatrl.trackers import Tracker
 from train import Args
 
@@ -105,13 +103,3 @@ def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
     fourth = dict(zip(table["columns"], table["data"][3], strict=True))
     assert len(table["data"]) == 64 and fourth["prompt"] == 3
     assert fourth["reward"] == 0.75 and fourth["trajectory"] == "[1, 100, 101]"
-
-
-def test_a_template_that_ignores_tools_is_told_of(tokenizer):
-    from examples import calculator
-
-    prompt = [{"role": "user", "content": "hello"}]
-    tokenizer = copy.copy(tokenizer)  # templates are cached by tokenizer
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.warns(UserWarning, match="chat template ignores tools"):
-        check_tokenizer(tokenizer, tokenizer, {"prompt": prompt}, calculator)

@@ -14,7 +14,7 @@ from flatrl.log import Log
 from flatrl.report import token_texts
 from train import Args
 
-HOSTILE = "</script><script>document.title='pwned'</script><!-- &lt;\u2028 é <|im_end|> __DATA__"
+HOSTILE = "</script><script>alert()</script><!-- &lt;\u2028 é <|im_end|> __DATA__"
 
 
 def make_folder(folder: Path, **flags) -> Path:
@@ -111,8 +111,6 @@ def test_tokens_that_are_parts_of_a_character_are_joined(tokenizer):
     texts = token_texts(tokenizer, ids)
     assert "".join(texts) == text and len(texts) == len(ids)
     assert "" in texts and "\ufffd" not in "".join(texts)
-    broken = token_texts(tokenizer, [ids[2]] * 15)  # the first byte of é
-    assert [i for i, text in enumerate(broken) if text] == [6, 13, 14]
     assert token_texts(None, [7, 8]) == ["⟨7⟩", "⟨8⟩"]
 
 

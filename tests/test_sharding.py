@@ -78,8 +78,8 @@ def test_gradient_does_not_depend_on_micro_batches_ranks_or_sharding(name, found
 def test_hybrid_on_two_hosts_has_the_gradient_of_one_process(
     tiny_model, untied_model, process_group, tmp_path
 ):
-    found = on_ranks("hybrid", tmp_path, tiny_model, untied_model, hosts=2)
-    check_case("hybrid", found["hybrid"], tiny_model)
+    found = on_ranks("gradients", tmp_path, tiny_model, untied_model, hosts=2)
+    check_case("hybrid", found["gradients"]["hybrid"], tiny_model)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

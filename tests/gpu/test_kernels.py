@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fixed_batch import batch_of
-from torch.nn.attention import varlen
 
 import data
 import losses
@@ -16,11 +15,11 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 
 
-def operands(*shapes, std: float = 1.0, dtype: torch.dtype = DTYPE) -> tuple[list, list]:
+def operands(*shapes, std: float = 1.0) -> tuple[list, list]:
     """Random tensors of these shapes, and the same in float64."""
     generator = torch.Generator().manual_seed(0)
     tensors = [std * torch.randn(shape, generator=generator) for shape in shapes]
-    given = [x.to(DEVICE, dtype).requires_grad_() for x in tensors]
+    given = [x.to(DEVICE, DTYPE).requires_grad_() for x in tensors]
     return given, [x.detach().double().requires_grad_() for x in given]
 
 
@@ -36,61 +35,34 @@ def check(result: torch.Tensor, expected: torch.Tensor, given: list, exact: list
         assert (x.grad.double() - y.grad).norm() < most * y.grad.norm()
 
 
-def varlen_attn(q, k, v, cu_q, cu_k, *_, scale, window_size, enable_gqa) -> torch.Tensor:
-    """torch's varlen_attn by its definition, in float64: (S, H, D)."""
-    # torch chooses the causal kernel for exactly (-1, 0), a tuple.
-    assert enable_gqa and type(window_size) is tuple
+def by_definition(q, k, v, inputs: dict, window: int) -> torch.Tensor:
+    """Returns what data.packed_attention computes, in float64: (1, P, H, D)."""
+    keys = inputs["key_index"]
     n_groups = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(n_groups, 1) for x in (k, v))
-    bounds = (itertools.pairwise(x.tolist()) for x in (cu_q, cu_k))
+    q = q[0].transpose(0, 1)
+    k, v = (x[0].transpose(0, 1)[keys].repeat_interleave(n_groups, 1) for x in (k, v))
+    edges = [itertools.pairwise(inputs[name].tolist()) for name in ("cu_seqlens", "cu_seqlens_k")]
     parts = []
-    for (a, b), (c, d) in zip(*bounds, strict=True):
+    for (a, b), (c, d) in zip(*edges, strict=True):
         positions = torch.arange(d - c, device=q.device)
         age = positions[d - c - (b - a) :, None] - positions
-        hidden = age < 0
-        if window_size[0] >= 0:
-            hidden = hidden | (age > window_size[0])
-        scores = torch.einsum("qhd,khd->hqk", q[a:b].double(), k[c:d]) * scale
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = 0.3 * torch.einsum("qhd,khd->hqk", q[a:b], k[c:d])
+        weights = scores.masked_fill((age < 0) | (age >= window), float("-inf")).softmax(-1)
         parts.append(torch.einsum("hqk,khd->qhd", weights, v[c:d]))
-    return torch.cat(parts).to(q.dtype)
+    return torch.cat(parts)[None]
 
 
-def by_definition(q, k, v, inputs: dict, window: int) -> torch.Tensor:
-    """Returns what data.packed_attention computes: (1, P, H, D)."""
-    keys = inputs["key_index"]
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    edges = [inputs[name].cpu() for name in ("cu_seqlens", "cu_seqlens_k")]
-    settings = dict(scale=0.3, window_size=(window - 1, 0), enable_gqa=True)
-    return varlen_attn(q, k[keys], v[keys], *edges, **settings)[None]
-
-
-@pytest.mark.parametrize("path", ["as it is", "cuda"])
-@pytest.mark.parametrize("window, expected_window", [(1000, (-1, 0)), (16, (15, 0))])
-def test_packed_attention_over_a_forest(path, window, expected_window, monkeypatch):
-    """cuda: its code for a GPU, on a CPU with the definition in place of the kernel."""
-    called = []
-
-    def kernel(*args, window_size, **settings):
-        called.append(window_size)
-        return varlen_attn(*args, window_size=window_size, **settings)
-
-    is_replaced = path == "cuda" and not HAS_GPU
-    dtype = torch.bfloat16 if is_replaced else DTYPE
-    if is_replaced:  # a CPU, too, can compare what the kernel gets, and gradients, with float64
-        monkeypatch.setattr(varlen, "varlen_attn", kernel)
-        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+@pytest.mark.parametrize("window", [1000, 16])
+def test_packed_attention_over_a_forest(window):
     batch = batch_of(19)
     inputs = data.pack_rows(batch, data.in_prefix_order(batch, range(19)), DEVICE)["inputs"]
     n = inputs.pop("input_ids").shape[1]
     # Fewer heads of keys than of queries.
-    given, exact = operands(*((1, heads, n, 64) for heads in (14, 2, 2)), dtype=dtype)
-    module = SimpleNamespace(is_causal=True)
+    given, exact = operands(*((1, heads, n, 64) for heads in (14, 2, 2)))
     settings = dict(attention_mask=None, scaling=0.3, sliding_window=window)
+    module = SimpleNamespace(is_causal=True)
     result, _ = data.packed_attention(module, *given, **settings, **inputs)
-    monkeypatch.undo()
     check(result, by_definition(*exact, inputs, window), given, exact)
-    assert called == [expected_window] * is_replaced
 
 
 def test_token_logprobs():
