@@ -11,7 +11,9 @@ def absolute(path: str | None) -> str | None:
     """Returns the real path of an existing file, because a tool may change the directory.
 
     Anything else may be a name on a hub, and is returned as it is."""
-    return os.path.realpath(path) if path and os.path.exists(path) else path
+    if path and os.path.exists(path):
+        return os.path.realpath(path)
+    return path
 
 
 def write_whole(file: Path, *texts: str):

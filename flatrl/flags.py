@@ -61,14 +61,15 @@ def parse_flags(
         shown = shown_defaults.get(entry.name, entry.default)
         if shown is not None and shown is not False and shown != "{}":
             help += f" (default: {shown})"
+        kind = _type_of(entry)
+        group.add_argument(f"--{entry.name}", default=entry.default, help=help, **kind)
         names.append(entry.name)
-        group.add_argument(f"--{entry.name}", default=entry.default, help=help, **_type_of(entry))
 
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        name = unknown[0].strip("-").partition("=")[0]
-        similar = difflib.get_close_matches(name, names, n=1) or ["help"]
-        meant = other_names.get(name, similar[0])
+        name, _, _ = unknown[0].strip("-").partition("=")
+        similar = difflib.get_close_matches(name, names, n=1)
+        meant = other_names.get(name) or (similar or ["help"])[0]
         raise BadInput(f"unknown flag {unknown[0]}: did you mean --{meant}?")
     return cls(**vars(values))
 
@@ -93,7 +94,8 @@ def _type_of(entry: Field) -> dict:
         }
     if get_origin(kind) is list:
         return {"type": get_args(kind)[0], "metavar": "TEXT", "nargs": "+"}
-    return {"type": kind, "metavar": "TEXT" if kind is str else "NUMBER"}
+    metavar = "TEXT" if kind is str else "NUMBER"
+    return {"type": kind, "metavar": metavar}
 
 
 def check_value(name: str, value, choices=(), low: float = 0, high: float = math.inf):

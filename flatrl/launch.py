@@ -54,6 +54,7 @@ class Bar(tqdm):
     monitor_interval = 0  # tqdm starts no thread
 
     def __init__(self, items: Iterable | None, title: str, **settings):
-        is_main = os.environ.get("RANK", "0") == "0"
-        # None hides the bar if the output is a file.
-        super().__init__(items, title, leave=False, disable=None if is_main else True, **settings)
+        disable = True
+        if os.environ.get("RANK", "0") == "0":
+            disable = None  # only if the output is a file
+        super().__init__(items, title, leave=False, disable=disable, **settings)

@@ -14,7 +14,13 @@ LORA_ALPHA = 32  # adapters are scaled by this over their rank
 # A batch of three sequences to try a network on. Two have a common prefix; all tokens but the first
 # are sampled.
 PROBE = {
-    "input_ids": torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9], [9, 8, 7, 6, 5, 4]]),
+    "input_ids": torch.tensor(
+        [
+            [1, 2, 3, 4, 5, 6],
+            [1, 2, 3, 7, 8, 9],
+            [9, 8, 7, 6, 5, 4],
+        ]
+    ),
     "lengths": torch.full((3,), 6),
     "prompt_lengths": torch.full((3,), 1),
     "response_mask": torch.ones(3, 5),

@@ -1,7 +1,6 @@
 """What a run tells its user besides the table: three lines at the start, two at the end, rollouts
 that failed, and steps that taught nothing."""
 
-import torch
 import torch.distributed as dist
 
 from agent_loop import AgentLoopOutput, total_reward
@@ -29,8 +28,6 @@ class Notices(Listener):
 
         n_parameters = policy.model.num_parameters()
         devices = f"{dist.get_world_size()} x {device.type}"
-        if device.type == "cpu":
-            devices += f" with {torch.get_num_threads()} thread(s)"
         packing = "" if policy.is_packed else ", right-padded: its layers take no packed sequences"
 
         self.log.say(f"{args.task}: {', '.join(counts)}")
@@ -102,17 +99,14 @@ def failures(row: dict) -> list[str]:
     lines = []
     n = row.get("rollout/failed_agent_loop", 0) + row.get("rollout/failed_reward", 0)
     if n:
-        others = ("rollout/trajectories", "rollout/demonstrations")
-        n_all = n + sum(row.get(name, 0) for name in others)
-        lines.append(
-            f"{n} of {n_all:.0f} rollouts of step {step} failed, and its means do not count them"
-        )
+        n_all = n + row.get("rollout/trajectories", 0) + row.get("rollout/demonstrations", 0)
+        lines.append(f"{n} of {n_all:.0f} rollouts of step {step} failed: its means leave them out")
     n = row.get("eval/failed", 0)
     if n:
         n_all = n + row["eval/trajectories"]
         lines.append(
-            f"{n} of {n_all} rollouts of the evaluation at step {step} failed or were skipped, and "
-            "its mean does not count them"
+            f"{n} of {n_all} rollouts of the evaluation at step {step} failed or were skipped: its "
+            "mean leaves them out"
         )
     return lines
 

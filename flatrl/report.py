@@ -145,7 +145,9 @@ def added_text(tokenizer, *ids: int) -> str:
         return f"⟨{ids[0]}⟩"
     first = tokenizer.encode("a", add_special_tokens=False)[-1:]
     decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    return decode([*first, *ids])[len(decode(first)) :]
+    before = decode(first)
+    text = decode([*first, *ids])
+    return text[len(before) :]
 
 
 def token_texts(tokenizer, ids: list[int]) -> list[str]:
@@ -168,19 +170,13 @@ def token_texts(tokenizer, ids: list[int]) -> list[str]:
 
 
 def load_tokenizer(folder: Path):
-    """Returns the tokenizer of final/, else of the run's model; None if neither is on this machine.
-
-    A model's own code never runs: the folder may be a stranger's."""
+    """Returns the tokenizer of final/, else of the run's model; None if neither is here."""
     from transformers import AutoTokenizer
 
     model = json.loads((folder / "args.json").read_text(encoding="utf-8"))["args"]["model"]
     for source in (folder / "final", model):
         try:
-            return AutoTokenizer.from_pretrained(
-                source,
-                local_files_only=True,
-                trust_remote_code=False,
-            )
+            return AutoTokenizer.from_pretrained(source, local_files_only=True)
         except (OSError, ValueError):
             continue
     return None
@@ -188,10 +184,8 @@ def load_tokenizer(folder: Path):
 
 def main(arguments: list[str] | None = None):
     """The command: see the module's docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    as_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_is)
     parser.add_argument(
         "runs",
         nargs="+",
