@@ -17,8 +17,13 @@ def flag(default, help: str, choices=(), low: float = 0, high: float = math.inf)
     so it restricts nothing here. low, high: the bounds of a number."""
     if choices:
         help += f" ({' | '.join(choices)})"
-    metadata = {"help": help, "choices": choices, "low": low, "high": high}
-    return field(default=default, metadata=metadata)
+    rules = {
+        "help": help,
+        "choices": choices,
+        "low": low,
+        "high": high,
+    }
+    return field(default=default, metadata=rules)
 
 
 class Parser(argparse.ArgumentParser):
