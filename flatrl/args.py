@@ -254,8 +254,8 @@ class Args(LoopArgs):
         1.0, "share of the prompts whose rollouts are written, whole groups", high=1)
     keep_checkpoints: int = flag(2, "older ones are deleted", low=1)
     resume: Literal[False, True, "changed"] = flag(
-        False, "continue from the latest checkpoint in output_dir; changed: although the training "
-        "rows differ from those of the run")
+        False, "continue from the latest checkpoint in output_dir, if there is one; changed: "
+        "although the training rows differ from those of the run")
     wandb_project: str | None = flag(
         None, "log to Weights & Biases (WANDB_MODE=offline works)")
 
