@@ -383,7 +383,6 @@ def test_sampling_parameters():
     ({"task": "no/such.py"}, "--task no/such.py: no such Python file"),
     ({"model": "runs/x/final"}, "runs/x/final: there is no such folder"),
     ({"max_prompt_tokens": 3}, "no prompt left: all 24 are longer than --max_prompt_tokens 3"),
-    ({"resume": True}, "no checkpoint in"),
     ({"algo": "sft"}, "--algo sft, --imitation_steps: no training row has a 'demonstration'"),
     ({"num_steps": 0, "eval_every": -1}, "--num_steps 0 and --stop_at_reward need validation rows"),
 ])  # fmt: skip
