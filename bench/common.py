@@ -89,16 +89,25 @@ def random_model(folder: str | Path, **config) -> str:
     return str(folder)
 
 
-def engine_and_policy(args) -> tuple:
-    """Completes the flags; returns (engine, policy) of args.model, as the only rank."""
+def start(args):
+    """Completes the flags; returns the accelerator of the only rank."""
     import data
     import train
-    from flatrl import devices, models
-    from rollout import Engine
+    from flatrl import devices
 
     accelerator, _ = devices.start_processes(args)
     train.complete_flags(args, accelerator.device.type == "cuda")
     data.register_packed_attention()
+    return accelerator
+
+
+def engine_and_policy(args) -> tuple:
+    """Completes the flags; returns (engine, policy) of args.model."""
+    import train
+    from flatrl import devices, models
+    from rollout import Engine
+
+    accelerator = start(args)
     models.load_tokenizer(args)  # refuses what can't be trained
     engine = Engine(args.model, args, accelerator.device)
     policy = train.Policy(args)
@@ -123,6 +132,17 @@ def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
         engine.step()
     answers = future.result()
     return [as_output(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def distances(net, outputs: list, args):
+    """Returns how far engine and trainer differ in the logprob of each sampled token, (tokens,)."""
+    import data
+    import train
+
+    batch = data.collate(outputs)
+    logprobs = train.score_tokens(net, batch, args)["logprobs"]
+    difference = (logprobs - batch["logprobs_rollout"]).abs()
+    return difference[batch["response_mask"].bool()]
 
 
 def as_output(prompt: list[int], answer):

@@ -10,8 +10,8 @@ The model is random, with logits as spread as trained ones.
     sync       a weight sync, and a plain copy of the same tensors
     sleep      memory freed, of what the engine holds; memory lost after --cycles
 
-Run bench/rollout.py, update.py and trl.py on the GPU as well: they measure what they find.
-tests/gpu compares attention and logprobs with float64.
+bench/rollout.py and trl.py measure a GPU, too. tests/gpu compares attention and logprobs with
+float64.
 """
 
 import argparse
@@ -23,7 +23,6 @@ import common
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-import data
 import train
 from examples.tiny_models import make_tokenizer
 from flatrl import models
@@ -91,12 +90,8 @@ class Sides:
 
     def difference(self, outputs: list) -> str:
         """Returns how far the engine's logprobs are from the trainer's, as text."""
-        batch = data.collate(outputs)
-        logprobs = train.score_tokens(self.net, batch, self.args)["logprobs"]
-        distance = (logprobs - batch["logprobs_rollout"]).abs()
-        distance = distance[batch["response_mask"].bool()]
-        n = len(distance)
-        return f"mean {distance.mean():.1e}, max {distance.max():.1e} over {n} tokens"
+        x = common.distances(self.net, outputs, self.args)
+        return f"mean {x.mean():.1e}, max {x.max():.1e} over {len(x)} tokens"
 
 
 def some_prompts(n: int, length: int) -> list[list[int]]:

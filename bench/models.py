@@ -3,10 +3,10 @@
     python bench/models.py                         # all; minutes each with an empty vLLM cache
     python bench/models.py qwen3 qwen3_moe         # some
 
-Each model is tiny and random, with weights large enough for logits that spread, and runs in a
-process of its own. Three times the weights are changed and synced, the engine samples, and the
-trainer scores the sampled tokens. The table has the largest mean and the largest single
-difference of their logprobs in nats, or the reason why a model does not run.
+Each model is tiny and random, and runs in a process of its own. Three times the weights are changed
+and synced, the engine samples, and the trainer scores the sampled tokens. The table has the largest
+mean and the largest single difference of their logprobs in nats, or the reason why a model does not
+run.
 """
 
 import json
@@ -198,9 +198,6 @@ def change(model, step: int) -> None:
 
 def differences(name: str) -> dict:
     """Builds one architecture; returns the largest differences of engine and trainer."""
-    import torch
-
-    import data
     import train
     from flatrl.processes import Background
 
@@ -226,12 +223,9 @@ def differences(name: str) -> dict:
             prompts = [[draw.randrange(3, 250) for _ in range(5 + 4 * i)] for i in range(PROMPTS)]
             outputs = common.generate(engine, background, prompts, **sampling)
             engine.sleep()
-            batch = data.collate(outputs)
-            logprobs = train.score_tokens(policy, batch, args)["logprobs"]
-            distance = (logprobs - batch["logprobs_rollout"]).abs()
-            distance = distance[batch["response_mask"].bool()]
-            means.append(distance.mean().item())
-            maxima.append(torch.max(distance).item())
+            distances = common.distances(policy, outputs, args)
+            means.append(distances.mean().item())
+            maxima.append(distances.max().item())
     return {"mean": max(means), "max": max(maxima)}
 
 

@@ -3,15 +3,14 @@
     python bench/rollout.py --rounds 9                  # one turn
     python bench/rollout.py --turns 4 --spread tail     # most turns are short, a few are long
 
-Both sides have the same engine, prompts and lengths, and take turns in one process after a warm-up.
-A rollout also renders templates, runs a coroutine for each trajectory, decodes, and asks for
-rewards. With --turns a simulated user, who takes no time, answers between the turns. `generate` is
-then called once a turn with all prompts, and waits for the longest answer. --spread tail draws the
-lengths of turns from an exponential distribution with the mean --tokens, up to eight times it.
+Both sides have the same engine, prompts and lengths, and take turns in one process. With --turns a
+simulated user answers between the turns, at once, and `generate` is called once a turn with all
+prompts. --spread tail draws the lengths of turns from an exponential distribution with the mean
+--tokens, up to eight times it.
 """
 
-import argparse
 import itertools
+import statistics
 import tempfile
 import time
 from types import SimpleNamespace
@@ -27,9 +26,10 @@ from examples import calculator
 from flatrl.processes import Background
 from rollout import rollout
 
-ANSWER = "Go on."  # the simulated user's
 LONGEST = 8  # times --tokens
 FORCED = {"temperature": 1.0, "ignore_eos": True}
+ANSWER = "Go on."  # the simulated user's
+STEPS = itertools.count()
 
 
 class User(Interaction):
@@ -44,17 +44,18 @@ class FixedTurns(ToolAgentLoop):
     """An agent loop whose turns end when they reach their length, without being cut off."""
 
     async def run(self, sampling_params, **row):
-        self.lengths = iter(self.task.lengths[row["extra_info"]["index"], row["rollout_n"]])
+        index = row["extra_info"]["index"]
+        self.lengths = iter(self.task.lengths[index, row["rollout_n"]])
         return await super().run(sampling_params, **row)
 
     async def assistant_turn(self, trajectory, sampling_params):
-        length = int(next(self.lengths))
-        await super().assistant_turn(trajectory, sampling_params | {"max_tokens": length})
+        length = {"max_tokens": int(next(self.lengths))}
+        await super().assistant_turn(trajectory, sampling_params | length)
         trajectory.stop_reason = "stop"
         return ""
 
 
-def draw_lengths(options: argparse.Namespace) -> np.ndarray:
+def draw_lengths(options) -> np.ndarray:
     """Returns the tokens of turns, (prompts, group_size, turns)."""
     size = (options.prompts, options.group_size, options.turns)
     if not options.spread:
@@ -63,62 +64,64 @@ def draw_lengths(options: argparse.Namespace) -> np.ndarray:
     return drawn.round().astype(int).clip(1, LONGEST * options.tokens)
 
 
-class Rollouts:
-    """Both sides of the comparison: each method returns tokens per second."""
+def start(args: train.Args, lengths: np.ndarray) -> SimpleNamespace:
+    """Returns what `rollout.rollout` needs of a train.Run."""
+    engine, policy = common.engine_and_policy(args)
+    train.sync(engine, policy, 0)
+    user = User()
+    task = SimpleNamespace(reward=calculator.reward, INTERACTIONS=[user], lengths=lengths)
+    return SimpleNamespace(
+        engine=engine,
+        task=task,
+        tokenizer=AutoTokenizer.from_pretrained(args.model),
+        args=args,
+        processor=None,
+        stop=SimpleNamespace(requested=False),
+        background=Background(),
+        store=dist.HashStore(),
+    )
 
-    def __init__(self, engine, args: train.Args, options: argparse.Namespace):
-        self.engine = engine
-        self.group_size = options.group_size
-        self.rows = calculator.load("train")[: options.prompts]
-        self.lengths = draw_lengths(options)
-        self.n_tokens = self.lengths.sum()
-        self.tokenizer = AutoTokenizer.from_pretrained(args.model)
-        self.steps = itertools.count()
-        self.idle = 0.0  # the share of the last rollout
-        task = dict(reward=calculator.reward, INTERACTIONS=[User()], lengths=self.lengths)
-        self.run = SimpleNamespace(
-            engine=engine,
-            task=SimpleNamespace(**task),
-            tokenizer=self.tokenizer,
-            args=args,
-            processor=None,
-            stop=SimpleNamespace(requested=False),
-            background=Background(),
-            store=dist.HashStore(),
-        )
 
-    def rollout(self) -> float:
-        self.engine.core.reset_prefix_cache()
-        started = time.perf_counter()
-        done = rollout(self.run, self.rows, next(self.steps), self.group_size, dict(FORCED))
-        seconds = time.perf_counter() - started
-        assert done.statistics["tokens"] == self.n_tokens and not done.errors, done.errors
-        self.idle = done.metrics(self.engine)["throughput/idle_share"]
-        return self.n_tokens / seconds
+def time_rollout(run, rows: list[dict]) -> tuple[float, float]:
+    """Returns the seconds of a rollout, and the share in which the engine was idle."""
+    lengths = run.task.lengths
+    run.engine.core.reset_prefix_cache()
+    started = time.perf_counter()
+    done = rollout(run, rows, next(STEPS), lengths.shape[1], dict(FORCED))
+    seconds = time.perf_counter() - started
+    assert not done.errors, done.errors
+    assert done.statistics["tokens"] == lengths.sum()
+    return seconds, done.metrics(run.engine)["throughput/idle_share"]
 
-    def generate(self) -> float:
-        """Calls LLM.generate once a turn, with all prompts."""
-        from vllm import SamplingParams
 
-        self.engine.core.reset_prefix_cache()
-        chats = [row["prompt"] for row in self.rows for _ in range(self.group_size)]
-        prompts = [render(self.tokenizer, chat) for chat in chats]
-        said = [*chats[0], {"role": "assistant", "content": ""}]
-        answer = [{"role": "user", "content": ANSWER}]
-        suffix = chat_template(self.tokenizer).suffix(said, answer, stop=None)
-        seeds = itertools.count()
-        plain = FORCED | {"logprobs": 0, "detokenize": False}
-        turns = [
-            [SamplingParams(**plain, max_tokens=int(n), seed=next(seeds)) for n in turn]
-            for turn in self.lengths.reshape(len(prompts), -1).T
-        ]
-        started = time.perf_counter()
-        for parameters in turns:
-            requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-            outputs = self.engine.llm.generate(requests, parameters, use_tqdm=False)
-            sampled = [list(output.outputs[0].token_ids) for output in outputs]
-            prompts = [a + b + suffix for a, b in zip(prompts, sampled, strict=True)]
-        return self.n_tokens / (time.perf_counter() - started)
+def time_generate(run, rows: list[dict]) -> float:
+    """Returns the seconds of LLM.generate, called once a turn with all prompts."""
+    from vllm import SamplingParams
+
+    run.engine.core.reset_prefix_cache()
+    lengths = run.task.lengths
+    prompts = []
+    for row in rows:
+        for _ in range(lengths.shape[1]):
+            prompts.append(render(run.tokenizer, row["prompt"]))
+    said = [*rows[0]["prompt"], {"role": "assistant", "content": ""}]
+    answer = [{"role": "user", "content": ANSWER}]
+    suffix = chat_template(run.tokenizer).suffix(said, answer, stop=None)
+    plain = FORCED | {"logprobs": 0, "detokenize": False}
+    seeds = itertools.count()
+
+    def parameters(n: int) -> SamplingParams:
+        return SamplingParams(**plain, max_tokens=n, seed=next(seeds))
+
+    turns = lengths.reshape(len(prompts), -1).T.tolist()
+    turns = [[*map(parameters, of_turn)] for of_turn in turns]
+    started = time.perf_counter()
+    for of_turn in turns:
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = run.engine.llm.generate(requests, of_turn, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            prompt += [*output.outputs[0].token_ids, *suffix]
+    return time.perf_counter() - started
 
 
 def main() -> None:
@@ -127,32 +130,29 @@ def main() -> None:
     parser = common.make_parser(__doc__, **numbers)
     parser.add_argument("--model", help="default: a random model")
     parser.add_argument("--spread", choices=["tail"], help="lengths of turns differ")
-    parser.add_argument("--engine_args", default="{}", help="as in train.py")
     options = parser.parse_args()
-    longest = options.tokens * (LONGEST if options.spread else 1)
+    lengths = draw_lengths(options)
+    rows = calculator.load("train")[: options.prompts]
+    ratios = []
+    idle = []
     with tempfile.TemporaryDirectory() as folder:
         args = train.Args(
             model=options.model or common.random_model(folder, max_position_embeddings=1 << 15),
             agent="fixed_turns",
             max_assistant_turns=options.turns,
-            max_response_tokens=options.turns * (longest + 64),
-            engine_args=options.engine_args,
+            max_response_tokens=options.turns * (LONGEST * options.tokens + 64),
         )
-        engine, policy = common.engine_and_policy(args)
-        train.sync(engine, policy, 0)
-        sides = Rollouts(engine, args, options)
-        ratios = []
-        shares = []
+        run = start(args, lengths)
         for i in range(options.rounds + 1):
-            ours = sides.rollout()
-            theirs = sides.generate()
-            print(f"round {i}: rollout {ours:,.0f} tokens/s, generate {theirs:,.0f}", flush=True)
-            ratios.append(ours / theirs)
-            shares.append(sides.idle)
-    ratio = common.of_rounds(ratios[1:])  # without the warm-up
-    idle = common.of_rounds(shares[1:])[0]
-    print(f"ratio {common.spread(ratios[1:])}, the engine is idle for {idle:.1%} of a rollout")
-    common.write_rows(options.out, [{"ratio": ratio, "idle": idle}])
+            ours, share = time_rollout(run, rows)
+            theirs = time_generate(run, rows)
+            ratios.append(theirs / ours)
+            idle.append(share)
+            print(f"round {i}: rollout {ours:.2f} s, generate {theirs:.2f} s", flush=True)
+    del ratios[0], idle[0]  # the warm-up
+    share = statistics.median(idle)
+    print(f"ratio {common.spread(ratios)}, the engine is idle for {share:.1%} of a rollout")
+    common.write_rows(options.out, [{"ratio": common.of_rounds(ratios), "idle": share}])
 
 
 if __name__ == "__main__":

@@ -1,18 +1,14 @@
 """How long does a GRPO step take in flatrl, and the same work in TRL's GRPOTrainer?
 
     pip install trl==1.16.0 datasets
-    python bench/trl.py --rounds 7
     python bench/trl.py --trl generate vllm     # TRL with vLLM in its process, too
     python bench/trl.py --prompt_tokens 300     # so many of tool schemas before every question
-    python bench/trl.py --free                  # responses end where the model ends them
     python bench/trl.py --trl                   # flatrl alone; TRL need not be installed
-    python bench/trl.py --trl vllm --batch 16   # responses in one pass of TRL: all by default
 
 Both train the same model on the same prompts, with the same lengths, updates, precision and
-threads. flatrl is `train.main` with this file as its task, TRL is `GRPOTrainer.train`. Each side
-has a process of its own, and they take turns: a side makes one step, and waits until the others
-have made theirs. On a GPU one side ends before the next begins, so that each has all the memory. A
-step has one update, no KL, no evaluation and no checkpoint. On a CPU all is float32.
+threads. Each side has a process of its own, and they take turns: a side makes one step, and waits
+until the others have made theirs. On a GPU one side ends before the next begins, so that each has
+all the memory. A step has one update, no KL, no evaluation and no checkpoint.
 """
 
 import argparse
@@ -230,8 +226,7 @@ SIDES = {"flatrl": flatrl, "TRL, generate": trl_generate, "TRL, vllm": trl_vllm}
 
 
 def start(name: str, options: argparse.Namespace, folder: str) -> tuple:
-    """Starts the process of a side, and waits until it is about to make a step; returns it, and
-    the pipe to it."""
+    """Starts the process of a side, waits until it is about to make a step; returns (it, pipe)."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=SIDES[name], args=(theirs, options, folder), daemon=True)

@@ -1,66 +1,68 @@
 """How long do scoring and an update take, without sharing, and in a bare loop?
 
-    python bench/update.py [--prompt_tokens 24 256 1024] [--response_tokens 64 256]
-    python bench/update.py --distinct           # no prompt is shared
-    python bench/update.py --micro_batch 2048   # tokens in a forward and backward pass
-    python bench/update.py --against            # flatrl alone: three models take much memory
+    python bench/update.py --rounds 3 [--cases 1]
 
     flatrl      train.score_tokens; train.optimise: one optimiser step, GRPO, no KL
     unshared    the same, with every trajectory as a sequence of its own
     bare        transformers' forward (sdpa) on whole rows, log-softmax, backward, AdamW
 
-All sides get the same random trajectories, of equal lengths, and take turns in one process. First,
-all must give the same logprobs. The table has the seconds of scoring and of an update, and how many
+All sides get the same 32 random trajectories on the CPU, and take turns in one process. First, all
+must give the same logprobs. The table has the seconds of scoring and of an update, and how many
 times flatrl's they are.
 """
 
-import argparse
+import statistics
 import tempfile
-from functools import partial
 
 import common
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import data
 import train
 from agent_loop import TokenOutput
-from flatrl import devices
 
 LR = 0.0  # the same work, and all sides keep the same weights
-IN_PREFIX_ORDER = data.in_prefix_order  # finds what rows share
+COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
+# Prompts, and the tokens of each prompt and response. With 32 prompts none is shared.
+CASES = [
+    (4, 24, 64),
+    (4, 24, 256),
+    (4, 256, 64),
+    (4, 256, 256),
+    (4, 1024, 64),
+    (32, 24, 64),
+]
+N_ROWS = 32
 
 
-def unshared(batch: dict, rows: list[int]) -> data.MicroBatch:
-    """Takes the place of data.in_prefix_order: no row shares anything."""
-    return data.MicroBatch(list(rows), batch["lengths"][rows].tolist(), [0] * len(rows))
+def share_nothing(batch: dict, rows: list[int]) -> data.MicroBatch:
+    """Takes the place of data.in_prefix_order."""
+    lengths = batch["lengths"][rows].tolist()
+    return data.MicroBatch(list(rows), lengths, [0] * len(rows))
 
 
-def trajectories(options: argparse.Namespace, vocab_size: int, P: int, R: int) -> dict:
+def make_batch(n_prompts: int, P: int, R: int) -> dict:
     """Returns a batch of random tokens and advantages: prompts of P tokens, responses of R."""
     generator = torch.Generator().manual_seed(0)
-
-    def random_ids(n: int) -> list[int]:
-        return torch.randint(3, vocab_size, (n,), generator=generator).tolist()
-
+    prompts = torch.randint(3, 250, (n_prompts, P), generator=generator)
+    prompts = prompts.repeat_interleave(N_ROWS // n_prompts, 0)
+    answers = torch.randint(3, 250, (N_ROWS, R), generator=generator)
     outputs = []
-    for _ in range(options.prompts):
-        shared = random_ids(P)
-        for _ in range(options.group_size):
-            prompt = random_ids(P) if options.distinct else shared
-            answer = TokenOutput(random_ids(R), [0.0] * R, [0] * R, "length", prompt)
-            outputs.append(common.as_output(prompt, answer))
+    for prompt, answer in zip(prompts.tolist(), answers.tolist()):
+        out = TokenOutput(answer, [0.0] * R, [0] * R, "length", prompt)
+        outputs.append(common.as_output(prompt, out))
     batch = data.collate(outputs)
     batch["unit_tokens"] = batch["response_mask"].sum(-1)  # every row is a unit
-    advantages = torch.randn(len(outputs), generator=generator)
-    batch["advantages"] = advantages[:, None].expand(-1, R).clone()
+    advantages = torch.randn(N_ROWS, 1, generator=generator)
+    batch["advantages"] = advantages.expand(-1, R).clone()
     return batch
 
 
 class Flatrl:
-    """flatrl's own scoring and update. in_prefix_order: finds what rows share, or is `unshared`."""
+    """flatrl's own scoring and update. in_prefix_order: finds what rows share."""
 
-    def __init__(self, args: train.Args, accelerator, in_prefix_order=IN_PREFIX_ORDER):
+    def __init__(self, args: train.Args, accelerator, in_prefix_order):
         self.args = args
         self.accelerator = accelerator
         self.in_prefix_order = in_prefix_order
@@ -72,120 +74,91 @@ class Flatrl:
 
     def update(self, batch: dict) -> None:
         data.in_prefix_order = self.in_prefix_order
-        train.optimise(
-            self.learner,
-            train.policy_objective,
-            batch,
-            ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"],
-            range(len(batch["lengths"])),
-            self.args,
-            self.accelerator,
-        )
+        rows = range(N_ROWS)
+        step = (train.policy_objective, batch, COLUMNS, rows)
+        train.optimise(self.learner, *step, self.args, self.accelerator)
 
 
 class Bare:
     """A bare loop of transformers' forward and backward pass, on whole rows."""
 
-    def __init__(self, args: train.Args, accelerator):
-        self.tokens = args.tokens_per_micro_batch
-        self.accelerator = accelerator
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-        self.model = model.to(accelerator.device).train()
+    def __init__(self, args: train.Args):
+        self.n_tokens = args.tokens_per_micro_batch
+        self.model = AutoModelForCausalLM.from_pretrained(args.model).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LR, weight_decay=0.0)
 
-    def logprobs(self, batch: dict, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the logprobs of the responses' tokens, (rows, T)."""
-        device = self.accelerator.device
+    def logprobs(self, batch: dict):
+        """Yields rows of the batch, and the logprobs of their responses, (rows, T)."""
+        ids = batch["input_ids"]
         T = batch["response_mask"].shape[1]
-        ids = batch["input_ids"][rows].to(device)
-        with self.accelerator.autocast():
-            logits = self.model(ids, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]
-        chosen = ids[:, -T:, None]
-        return logits.float().log_softmax(-1).gather(-1, chosen)[..., 0]
-
-    def micro_batches(self, batch: dict) -> list[torch.Tensor]:
-        """Cuts the rows into as few equal parts as the budget of tokens allows."""
-        B, L = batch["input_ids"].shape
-        return torch.arange(B).tensor_split(-(-B // max(1, self.tokens // L)))
+        for rows in torch.arange(N_ROWS).split(self.n_tokens // ids.shape[1]):
+            output = self.model(ids[rows], use_cache=False, logits_to_keep=T + 1)
+            logprobs = output.logits[:, :-1].log_softmax(-1)
+            chosen = ids[rows, -T:, None]
+            yield rows, logprobs.gather(-1, chosen)[..., 0]
 
     @torch.no_grad()
     def score(self, batch: dict) -> torch.Tensor:
-        parts = [self.logprobs(batch, rows) for rows in self.micro_batches(batch)]
-        return torch.cat(parts).float().cpu()
+        return torch.cat([logprobs for _, logprobs in self.logprobs(batch)])
 
     def update(self, batch: dict) -> None:
         """Makes one optimiser step on the mean of -advantage * logprob over all tokens."""
-        for rows in self.micro_batches(batch):
-            logprobs = self.logprobs(batch, rows)
-            weighted = logprobs * batch["advantages"][rows].to(logprobs.device)
-            (-weighted.sum() / batch["response_mask"].sum()).backward()
+        n_tokens = batch["response_mask"].sum()
+        for rows, logprobs in self.logprobs(batch):
+            loss = -(logprobs * batch["advantages"][rows]).sum() / n_tokens
+            loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-SIDES = {
-    "flatrl": Flatrl,
-    "unshared": partial(Flatrl, in_prefix_order=unshared),
-    "bare": Bare,
-}
+        self.optimizer.zero_grad()
 
 
 def measure(sides: dict, batch: dict, rounds: int) -> list[dict]:
-    """Compares the sides' logprobs, times the sides by turns, prints and returns their rows."""
+    """Compares the sides' logprobs and times the sides by turns; prints and returns their rows."""
     ours = sides["flatrl"].score(batch)
-    for name, side in sides.items():
-        largest = (side.score(batch) - ours).abs().max().item()
-        tolerance = 0.5 if torch.cuda.is_available() else 1e-3  # bare rounds logits to bfloat16
-        assert largest < tolerance, f"{name}'s logprobs are {largest} off"
+    times = {name: {"score": [], "update": []} for name in sides}
+    for side in sides.values():
+        torch.testing.assert_close(side.score(batch), ours, rtol=0, atol=1e-3)
         side.update(batch)  # a warm-up
-    seconds = {name: {"score": [], "update": []} for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():
-            seconds[name]["score"].append(common.seconds(side.score, batch))
-            seconds[name]["update"].append(common.seconds(side.update, batch))
+            for work, seconds in times[name].items():
+                method = getattr(side, work)
+                seconds.append(common.seconds(method, batch))
     rows = []
-    for name, of_side in seconds.items():
+    for name, of_side in times.items():
         row = {"side": name}
-        text = f"  {name:9}"
-        for work, values in of_side.items():
-            pairs = zip(values, seconds["flatrl"][work])
+        print(f"  {name:9}", end="")
+        for work, seconds in of_side.items():
+            pairs = zip(seconds, times["flatrl"][work])
             ratios = [theirs / ours for theirs, ours in pairs]
-            median = common.of_rounds(values)[0]
-            row[f"{work}_s"] = median
-            row[f"{work}_ratio"] = common.of_rounds(ratios)[0]
-            text += f" {median:9.3f} s {common.spread(ratios):>20}"
-        print(text)
+            row[f"{work}_s"] = statistics.median(seconds)
+            row[f"{work}_ratio"] = statistics.median(ratios)
+            print(f" {row[f'{work}_s']:9.3f} s {common.spread(ratios):>20}", end="")
+        print(flush=True)
         rows.append(row)
     return rows
 
 
 def main() -> None:
-    """Builds the sides, and measures them for every length of prompts and responses."""
-    numbers = dict(prompts=4, group_size=8, rounds=5, micro_batch=16384)
-    parser = common.make_parser(__doc__, **numbers)
-    parser.add_argument("--model", help="default: a random model of 2.6M parameters")
-    parser.add_argument("--prompt_tokens", type=int, nargs="+", default=[24, 256, 1024])
-    parser.add_argument("--response_tokens", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--distinct", action="store_true", help="no prompt is shared")
-    parser.add_argument("--against", nargs="*", default=["unshared", "bare"], help="other sides")
+    """Builds the sides, and measures them in each case."""
+    parser = common.make_parser(__doc__, rounds=5, cases=len(CASES))
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        larger = common.LARGER | {"max_position_embeddings": 4096}
-        model = options.model or common.random_model(folder, **larger)
-        args = train.Args(model=model, tokens_per_micro_batch=options.micro_batch)
-        accelerator, _ = devices.start_processes(args)
-        train.complete_flags(args, accelerator.device.type == "cuda")
-        data.register_packed_attention()
-        sides = {name: SIDES[name](args, accelerator) for name in ("flatrl", *options.against)}
-        vocab_size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
-        for P in options.prompt_tokens:
-            for R in options.response_tokens:
-                print(f"prompts of {P}, responses of {R} tokens", flush=True)
-                args.max_response_tokens = R
-                batch = trajectories(options, vocab_size, P, R)
-                case = {"prompt_tokens": P, "response_tokens": R}
-                rows += [case | row for row in measure(sides, batch, options.rounds)]
+        model = common.random_model(folder, **common.LARGER, max_position_embeddings=4096)
+        args = train.Args(model=model)
+        accelerator = common.start(args)
+        sides = {
+            "flatrl": Flatrl(args, accelerator, data.in_prefix_order),
+            "unshared": Flatrl(args, accelerator, share_nothing),
+            "bare": Bare(args),
+        }
+        for n_prompts, P, R in CASES[: options.cases]:
+            print(f"{n_prompts} prompts of {P}, responses of {R} tokens", flush=True)
+            args.max_response_tokens = R
+            batch = make_batch(n_prompts, P, R)
+            case = {"prompts": n_prompts, "prompt_tokens": P, "response_tokens": R}
+            for row in measure(sides, batch, options.rounds):
+                rows.append(case | row)
     common.write_rows(options.out, rows)
 
 

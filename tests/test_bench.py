@@ -22,7 +22,7 @@ TABLES = [
         r"\| qwen3_moe \| agrees \| # \| # \|",
     ),
     (
-        ["rollout", *SHORT, *"--turns 2 --spread tail".split(), *ENGINE],
+        ["rollout", *SHORT, *"--turns 2 --spread tail".split()],
         f"^ratio {RATIO}, the engine is idle for #% of a rollout",
     ),
     (
@@ -30,7 +30,7 @@ TABLES = [
         "^flatrl +# +# +# +# +#",
     ),
     (
-        ["update", *SHORT[:6], *"--prompt_tokens 8 --response_tokens 4".split()],
+        ["update", *"--rounds 1 --cases 1".split()],
         f"^ +bare +# s +{RATIO} +# s +{RATIO}$",
     ),
 ]
