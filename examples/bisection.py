@@ -6,8 +6,7 @@
 
     user: 0 to 31   assistant: 20   user: 0 to 19   assistant: 9   ...   (five guesses)
 
-A game earns 1 if it finds the number. The built-in model has seen a teacher who guesses at random
-and wins 0.533 of the games. Halving wins 31 of 32. Figures: docs/credit.md#in-training."""
+The built-in model has seen a teacher who guesses at random: docs/credit.md#in-training."""
 
 import random
 from dataclasses import dataclass
@@ -49,8 +48,11 @@ class Game:
 
 def load(split: str) -> list[dict]:
     """Returns a game for each number; for "train" many times, because a step takes several."""
-    numbers = list(range(SIZE)) * {"train": SIZE, "val": 1}[split]
-    return [{"prompt": Game(0).told(), "extra_info": {"number": number}} for number in numbers]
+    times = {"train": SIZE, "val": 1}[split]
+    rows = []
+    for number in [*range(SIZE)] * times:
+        rows.append({"prompt": Game(0).told(), "extra_info": {"number": number}})
+    return rows
 
 
 def reward(output, row: dict):

@@ -16,13 +16,10 @@ A question is `What is 37*48?`. The policy may call `calculator` and must end wi
     tool       1776
     assistant  <answer>1776</answer>
 
-`train.py` needs `load` and `reward`. `TOOLS`, `SYSTEM_PROMPT` and `build_model` are optional; the
-last is called, once, if no --model is given.
+`train.py` needs `load` and `reward`. `TOOLS`, `SYSTEM_PROMPT` and `build_model` are optional.
 
-The built model has learned to use the tool, but not to rely on it: its greedy answers are right for
-0.58-0.60 of the held-out questions (seeds 0-2). When it samples, it calls the tool in 4
-trajectories of 10; 0.98 of these end in the right answer, and a guess never does. The rest is for
-RL to find."""
+The built model has learned to use the tool, but not to rely on it: it guesses on four of nine
+questions when greedy, and on six of ten when it samples. A guess is never right."""
 
 import ast
 import itertools
@@ -33,8 +30,7 @@ from pathlib import Path
 
 from examples.tiny_models import build_warm_model
 
-# --------------------------------------------------------------------------------------------------
-# Rows: train and val are cut from one fixed shuffle of all questions, so they share none.
+# ---------------------------------------------------------------- rows
 
 # train.py puts it before every prompt.
 SYSTEM_PROMPT = "Use the calculator. End with <answer>N</answer>."
@@ -49,20 +45,20 @@ def load(split: str) -> list[dict]:
     # A fixed seed: --seed changes the order of training, never the split.
     random.Random(0).shuffle(questions)
     questions = {"train": questions[512 : 512 + 8192], "val": questions[:512]}[split]
-    return [
-        {
+    rows = []
+    for i, (a, b, sign) in enumerate(questions):
+        row = {
             "prompt": [{"role": "user", "content": f"What is {a}{sign}{b}?"}],
             "data_source": "calculator",
             "reward_model": {"ground_truth": str(OPERATORS[sign](a, b))},
             "extra_info": {"index": i},
         }
-        for i, (a, b, sign) in enumerate(questions)
-    ]
+        rows.append(row)
+    return rows
 
 
-# --------------------------------------------------------------------------------------------------
-# Tool: a typed Python function, whose docstring becomes the schema. If it raises an exception, the
-# model reads the message.
+# ---------------------------------------------------------------- tool
+# A typed Python function, whose docstring becomes the schema. The model reads its errors.
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 BINARY = {
@@ -130,8 +126,7 @@ def _evaluate(node: ast.expr) -> int | float:
 
 TOOLS = [calculator]
 
-# --------------------------------------------------------------------------------------------------
-# Reward
+# ---------------------------------------------------------------- reward
 
 
 def reward(output, row: dict) -> float:
@@ -140,18 +135,15 @@ def reward(output, row: dict) -> float:
     Otherwise returns 0.0."""
     last = output.messages[-1] if output.messages else {}
     answers = re.findall(r"<answer>(.*?)</answer>", last.get("content") or "", re.DOTALL)
-    # There must be exactly one: a list of guesses must not pay.
-    if last.get("role") != "assistant" or len(answers) != 1:
+    if last.get("role") != "assistant" or len(answers) != 1:  # a list of guesses must not pay
         return 0.0
-    # At most 30 digits, so that int() never gets a runaway number.
-    if not re.fullmatch(r"\s*-?[0-9]{1,30}\s*", answers[0]):
+    if not re.fullmatch(r"\s*-?[0-9]{1,30}\s*", answers[0]):  # no runaway number
         return 0.0
     return float(int(answers[0]) == int(row["reward_model"]["ground_truth"]))
 
 
-# --------------------------------------------------------------------------------------------------
-# The built-in model: warmed up only halfway. All random numbers come from the global generators,
-# which train.py has seeded.
+# ---------------------------------------------------------------- the built-in model
+# All random numbers come from the global generators, which train.py has seeded.
 
 
 def expression_of(row: dict) -> str:
@@ -160,16 +152,12 @@ def expression_of(row: dict) -> str:
 
 
 def demonstration(row: dict) -> list[dict]:
-    """Returns a conversation of an imperfect teacher, who guesses on about half of the questions.
-
-    On the others he calls the tool."""
+    """Returns a conversation of a teacher who guesses on half of the questions, and else calls."""
     expression = expression_of(row)
     answer = row["reward_model"]["ground_truth"]
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, *row["prompt"]]
-    # The teacher is overconfident: if the first number is below 50 he mostly guesses, else he
-    # mostly calls. So the greedy model guesses on four questions of nine with any seed, while
-    # sampling tries both on every question: there is something to find, and each group of
-    # samples can find it.
+    # He mostly guesses if the first number is below 50. So the greedy model guesses on four
+    # questions of nine with any seed, while each group of samples tries both.
     if random.random() < (0.7 if int(expression[:2]) < 50 else 0.3):
         # The guess is the first number: wrong, but no noise to learn by heart.
         guess = re.match("[0-9]+", expression).group()

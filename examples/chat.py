@@ -51,13 +51,7 @@ def converse(run: train.Run):
     loop = ToolAgentLoop(run.engine, run.tokenizer, run.processor, run.task, run.args)
     first = run.rows["val"][0]["prompt"]
     prompt = [message for message in first if message["role"] == "system"]
-    row = {
-        "prompt": prompt,
-        "step": 0,
-        "index": 0,
-        "rollout_n": 0,
-        "validate": True,
-    }
+    row = {"prompt": prompt, "step": 0, "index": 0, "rollout_n": 0, "validate": True}
     sampling = run.args.sampling(validate=True)
 
     future = run.background.submit(loop.run(sampling, **row))

@@ -27,18 +27,24 @@ def sampler(history: list[list]) -> int:
     history has a list for each group that was drawn so far: [row, step, reward, reward, ...].
     While a group is in progress it has no rewards, and its row is not drawn again.
 
-    As long as some rows were never tried, half of the draws are from these. Of the other draws,
-    nine in ten are the row with different rewards that was not drawn for longest. One in ten is a
-    row with equal rewards, which may differ by now."""
+    Half of the draws are rows that were never tried, as long as there are any. Nine in ten of the
+    others are the row with different rewards that was not drawn for longest; one in ten is a row
+    with equal rewards, which may differ by now."""
     # The choice depends on the history alone, so that a resumed run draws the same rows.
     generator = random.Random(len(history))
     last_rewards = {}  # of each row, in the order of the last draws
     for row, _, *rewards in history:
         last_rewards.pop(row, None)
         last_rewards[row] = rewards
-    untried = [row for row in range(512) if row not in last_rewards]
-    different = [row for row, rewards in last_rewards.items() if len(set(rewards)) > 1]
-    equal = [row for row, rewards in last_rewards.items() if len(set(rewards)) == 1]
+    untried = sorted(set(range(512)) - last_rewards.keys())
+    different = []
+    equal = []
+    for row, rewards in last_rewards.items():
+        n_values = len(set(rewards))
+        if n_values > 1:
+            different.append(row)
+        elif n_values == 1:
+            equal.append(row)
     if untried and (generator.random() < 0.5 or not different):
         return generator.choice(untried)
     if equal and (generator.random() < 0.1 or not different):

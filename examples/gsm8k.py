@@ -28,15 +28,17 @@ def load(split: str) -> list[dict]:
     """Returns the bundled problems in verl's columns: the last 8 for "val", 16 for "train"."""
     problems = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
     problems = {"train": problems[:-HELD_OUT], "val": problems[-HELD_OUT:]}[split]
-    return [
-        {
+    rows = []
+    for i, problem in enumerate(problems):
+        answer = find_answer(problem["answer"])
+        row = {
             "prompt": [{"role": "user", "content": problem["question"]}],
             "data_source": "gsm8k_sample",
-            "reward_model": {"style": "rule", "ground_truth": str(find_answer(problem["answer"]))},
+            "reward_model": {"style": "rule", "ground_truth": str(answer)},
             "extra_info": {"split": split, "index": i, **problem},
         }
-        for i, problem in enumerate(problems)
-    ]
+        rows.append(row)
+    return rows
 
 
 # The possessive *+, ++ and ?+ never backtrack, so a search takes time linear in the text.

@@ -6,12 +6,9 @@
         --max_prompt_tokens 1024 --max_response_tokens 2048
 
 The files are those of verl's examples/data_preprocess/gsm8k_multiturn_w_interaction.py; without
-them there are the bundled problems.
-
-The user pays all reward, turn by turn: 1 for an answer that is right at once, 1/2 at the second
-try, 1/3 at the third, and 0 for a wrong one (a penalty would make it pay to run out of tokens
-instead of answering). `--algo ppo` and `reinforce_pp` credit the turn that earned the reward; the
-group estimators (grpo, rloo, ...) sum over the trajectory."""
+them there are the bundled problems. The user pays all reward: 1 for an answer that is right at
+once, 1/2 at the second try, 1/3 at the third, and 0 for a wrong one (a penalty would make it pay to
+run out of tokens instead of answering)."""
 
 from agent_loop import Interaction
 from examples import gsm8k

@@ -8,9 +8,8 @@ sampled tokens once more, after the question with the hint. The task's reward is
     user       What is 37*48?                 the policy samples after this
     user       What is 37*48?\n\nCall 37*48.  and scores its sample after this, too
 
-The built-in model of examples/calculator.py guesses on about half of the questions. This one has
-also read hints: in every second conversation of its warm-up the question has one, and the teacher
-then always calls the calculator."""
+The built-in model is the calculator's, but has read hints: in every second conversation of its
+warm-up the question has one, and the teacher then always calls."""
 
 import random
 from pathlib import Path

@@ -5,10 +5,9 @@
     accelerate launch train.py --task examples/langgraph_math.py --agent langgraph \\
         --model Qwen/Qwen2.5-0.5B-Instruct
 
-This is verl's LangGraph example. The agent is plain LangGraph, a model node and a tool node, which
-know nothing of flatrl but a base_url and a key. All its calls are recorded as exact tokens, so the
-whole conversation is trained as one trajectory. --train_files takes rows with the columns prompt
-and reward_model (ground_truth)."""
+This is verl's LangGraph example. The agent is plain LangGraph, which knows nothing of flatrl but a
+base_url and a key. All its calls are recorded as exact tokens, so the whole conversation is trained
+as one trajectory."""
 
 from agent_loop import BadInput, register
 from examples.calculator import SYSTEM_PROMPT, build_model, calculator, load, reward  # noqa: F401

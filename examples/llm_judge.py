@@ -10,10 +10,9 @@ The judge may be any OpenAI-compatible endpoint; JUDGE_API_KEY is its key. The f
 prompt (chat messages); reward_model.rubric (a text) and reward_model.ground_truth (a reference
 answer) are optional.
 
-The reward is the grade / 10; the grade itself is logged. A request that fails is sent once more. If
-that fails too, the reward raises: the trajectory is dropped and counted as failed_reward, never
-scored 0 by mistake. A judge is another model's opinion, so read some trajectories
-(rollouts/*.jsonl) before you believe a rising curve."""
+A request that fails is sent once more. If that fails too, the trajectory is dropped and counted as
+failed_reward. A judge is another model's opinion, so read some trajectories (rollouts/*.jsonl)
+before you believe a rising curve."""
 
 import os
 import re

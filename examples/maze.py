@@ -13,8 +13,7 @@
 A rollout earns 1 if it reaches the goal within ten steps, whichever of them were good. The same
 places come back, in a rollout that walks to and fro and in other rollouts of the same maze. `gigpo`
 compares the steps that were taken in one place. For that, `reward` notes the state of each turn.
-The built-in model has seen a poor walker, who mostly takes the first open way. For what it learns
-see docs/algorithms.md#a-maze."""
+See docs/algorithms.md#a-maze."""
 
 import itertools
 import random
@@ -24,8 +23,6 @@ from examples import environments
 from examples.tiny_models import build_from_demonstrations
 
 SYSTEM_PROMPT = "Go to the goal: n, e, s or w."
-# The parts of an observation. Each is one token of the built-in model, so it has no comma.
-SEEN = ("open {}", "\ngoal {}", " {}")
 SIZE = 5
 WALLS = 0.4  # the share of the cells
 NEAREST, FARTHEST = 4, 7  # bounds on the length of the shortest way to the goal
@@ -70,9 +67,10 @@ class Maze:
 
     def seen(self) -> str:
         """Returns the observation: the open ways, and where the goal is."""
-        south, east = (goal - own for goal, own in zip(self.goal, self.place))
-        values = [" ".join(self.open_ways()), how_far(east, *EAST), how_far(south, *SOUTH)]
-        return "".join(map(str.format, SEEN, values))
+        south = how_far(self.goal[0] - self.place[0], *SOUTH)
+        east = how_far(self.goal[1] - self.place[1], *EAST)
+        ways = " ".join(self.open_ways())
+        return f"open {ways}\ngoal {east} {south}"
 
     def step(self, action: str) -> tuple[str, float, bool, dict]:
         """Takes a step, or stays before a wall; returns (observation, reward, done, info)."""
@@ -133,12 +131,16 @@ def poor_walk(seed: int) -> list[str]:
 
 def build_model(path: str) -> None:
     """Writes the default model to the folder `path`: train.py calls it without a --model."""
-    rows = random.choices(load("train"), k=1600)
-    rows = [row | {"demonstration": poor_walk(row["extra_info"]["index"])} for row in rows]
-    open_ways = [" ".join(steps) for n in range(5) for steps in itertools.combinations(STEPS, n)]
+    rows = []
+    for row in random.choices(load("train"), k=1600):
+        walk = poor_walk(row["extra_info"]["index"])
+        rows.append(row | {"demonstration": walk})
+    # Each part of an observation is one token.
+    pieces = []
+    for n in range(5):
+        for steps in itertools.combinations(STEPS, n):
+            pieces.append(f"open {' '.join(steps)}")
     cells = range(1 - SIZE, SIZE)
-    east = [how_far(n, *EAST) for n in cells]
-    south = [how_far(n, *SOUTH) for n in cells]
-    parts = zip(SEEN, (open_ways, east, south))
-    pieces = [part.format(text) for part, texts in parts for text in texts]
+    pieces += [f"\ngoal {how_far(n, *EAST)}" for n in cells]
+    pieces += [f" {how_far(n, *SOUTH)}" for n in cells]
     build_from_demonstrations(path, sys.modules[__name__], rows, pieces=pieces)

@@ -2,8 +2,8 @@
 
     accelerate launch train.py --task examples/mcp_tools.py
 
-The package comes with vLLM. The task: how much do some goods cost with their delivery? Only the
-shop's server (`data/mcp_server.py`) knows the prices. In a task of your own:
+The package comes with vLLM. How much do some goods cost with their delivery? Only the shop's server
+(`data/mcp_server.py`) knows. In a task of your own:
 
     from examples.mcp_tools import mcp_tools
 
@@ -75,11 +75,8 @@ class McpTool(Tool):
         self.client = client
         self.loop = loop
         self.name = tool.name
-        function = {
-            "name": tool.name,
-            "description": tool.description or "",
-            "parameters": tool.input_schema,
-        }
+        function = {"name": tool.name, "description": tool.description or ""}
+        function["parameters"] = tool.input_schema
         self.schema = {"type": "function", "function": function}
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs) -> str:

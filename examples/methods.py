@@ -14,14 +14,7 @@ from torch import no_grad
 
 from examples import calculator
 from examples.calculator import SYSTEM_PROMPT, TOOLS, build_model, load  # noqa: F401
-from losses import (
-    OBJECTIVES,
-    estimator,
-    group_sum,
-    grpo_advantages,
-    objective,
-    turn_starts,
-)
+from losses import OBJECTIVES, estimator, group_sum, grpo_advantages, objective, turn_starts
 
 OPSM_LIMIT = 0.5  # opsm: the largest mean of log(mu / pi) over an output
 DECAY = 0.95  # rae: the weight of the old baseline
@@ -38,8 +31,7 @@ def reward(output, row: dict) -> dict[str, float]:
     return {"score": correct, "correct": correct, "called": float(called)}
 
 
-# --------------------------------------------------------------------------------------------------
-# Objectives: tensors are (b, T), and 0 where the mask is 0
+# ---------------------------------------------------------------- objectives: (b, T)
 
 
 @objective("dppo_tv")
@@ -51,9 +43,8 @@ def dppo_tv(logprobs, logprobs_rollout, advantages, clip_low, clip_high, clip_c)
 
         A > 0 and pi - mu > clip_high,  or  A <= 0 and pi - mu < -clip_low
 
-    A rare token may thus gain a large ratio, and a frequent one may not lose much. In verl both
-    bounds are 0.15, and clip_c is 20 by default. With --max_staleness, pass `--rollout_correction
-    none`: the weight already contains it."""
+    In verl both bounds are 0.15, and clip_c is 20. With --max_staleness, pass
+    `--rollout_correction none`: the weight already contains it."""
     moved = logprobs.exp() - logprobs_rollout.exp()
     too_high = moved > clip_high
     too_low = moved < -clip_low
@@ -73,10 +64,7 @@ def opsm(logprobs, logprobs_rollout, ratio, advantages, mask, clip_low, clip_hig
 
     The loss of a token is 0 if both are true:
 
-        A < 0  and  mean over the output's tokens of log(mu / pi) > OPSM_LIMIT
-
-    The policy learns from its own mistakes, not from those of a policy that it has left behind.
-    slime and TRL have it as --use-opsm and off_policy_mask_threshold."""
+        A < 0  and  mean over the output's tokens of log(mu / pi) > OPSM_LIMIT"""
     loss, stats = ppo(ratio, advantages, clip_low, clip_high, clip_c)
     distances = logprobs_rollout - logprobs  # (b, T)
     n_tokens = mask.sum(1).clamp(min=1)
@@ -86,8 +74,7 @@ def opsm(logprobs, logprobs_rollout, ratio, advantages, mask, clip_low, clip_hig
     return loss.masked_fill(dropped, 0), stats
 
 
-# --------------------------------------------------------------------------------------------------
-# Estimators: N units, by default rollouts, with S tokens
+# ---------------------------------------------------------------- estimators: N units, S tokens
 
 
 @estimator("gdpo")
@@ -98,9 +85,8 @@ def gdpo(parts, groups):
         B = sum over parts k of (r_k - mean_G(r_k)) / (std_G(r_k) + 1e-4)
         A = (B - mean(B)) / (std(B) + 1e-4)    over the whole batch
 
-    GRPO normalises the sum of the parts, in which a part of small variance is lost. Where a reward
-    lacks a part, that part adds nothing. The parts are all numbers of the reward's dict but the
-    score: choose some by name, if others are only logged."""
+    Where a reward lacks a part, that part adds nothing. The parts are all numbers of the reward's
+    dict but the score."""
     total = torch.zeros(len(groups))
     for part in parts.values():
         known = ~part.isnan()
@@ -116,8 +102,7 @@ def rae(rewards, names, state):
 
         b <- DECAY b + (1 - DECAY) r,  then  A = r - b    for one unit after the other
 
-    A role is a unit's name: see examples/nim.py, where each side of a game is one. By default all
-    units are of one role. No groups are compared, so --group_size may be 1."""
+    A role is a unit's name: a side of the game in examples/nim.py. --group_size may be 1."""
     advantages = torch.zeros_like(rewards)
     for i, name in enumerate(names):
         reward = rewards[i].item()

@@ -3,12 +3,11 @@
     python examples/minimal_loop.py              # less than a minute on two CPU cores
     python examples/minimal_loop.py --steps 40
 
-It trains the calculator task (examples/calculator.py). The first start also builds the task's
-tiny model, which takes about a minute, and caches it. In 20 steps the reward rises from 0.52 to
-0.99: the model learns to rely on its tool. Watch the reward: the loss of a policy gradient does
+It trains the calculator task (examples/calculator.py), whose tiny model the first start builds in
+about a minute. In 20 steps the reward rises from 0.52 to 0.99. The loss of a policy gradient does
 not measure progress.
 
-Left out, to keep it short, and where to find it:
+Left out, and where to find it:
     several ranks, sharding, offloading       train.main, flatrl/devices.py
     rollouts that outlive a step              rollout.Pool (--max_staleness)
     failures of tools, loops and rewards      rollout.py; here an exception ends the run
@@ -114,9 +113,8 @@ def load(model: str | None) -> tuple:
 async def sample(engine, tokenizer, args, prompts, step) -> list[AgentLoopOutput]:
     """Returns GROUP_SIZE rollouts of each prompt, group by group.
 
-    While an agent loop waits for tokens or for its tool, the others continue. The engine decodes
-    for all that wait. (In train.py the loops have a thread of their own, and so continue during a
-    model step, too.)"""
+    While an agent loop waits for its tool, the engine decodes for the others. (In train.py the
+    loops have a thread of their own, and so continue during a model step, too.)"""
     system = {"role": "system", "content": calculator.SYSTEM_PROMPT}
     agents = []
     for index, row in enumerate(prompts):

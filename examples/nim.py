@@ -14,8 +14,7 @@ the other games from the same number of sticks, the second with the second ones.
 the rules loses.
 
 In an evaluation the policy moves first, against a perfect player, from numbers where a win is
-possible. The built-in model has seen a poor teacher. A number is a letter, because that is one
-token. For what the model learns see docs/units.md#self-play."""
+possible. A number is a letter, because that is one token. See docs/units.md#self-play."""
 
 import random
 from pathlib import Path
@@ -29,14 +28,11 @@ OTHER = {"first": "second", "second": "first"}
 def load(split: str) -> list[dict]:
     """Returns games: one from each number up to 21 for "train", 20 for "val"."""
     winnable = [n for n in range(21, 4, -1) if n % 4]
-    numbers = {
-        "train": list(range(1, 22)),
-        "val": (2 * winnable)[:20],
-    }
-    return [
-        {"prompt": shown(sticks), "extra_info": {"sticks": sticks, "game": i}}
-        for i, sticks in enumerate(numbers[split])
-    ]
+    numbers = {"train": range(1, 22), "val": (2 * winnable)[:20]}
+    rows = []
+    for i, sticks in enumerate(numbers[split]):
+        rows.append({"prompt": shown(sticks), "extra_info": {"sticks": sticks, "game": i}})
+    return rows
 
 
 def shown(sticks: int) -> list[dict]:

@@ -5,12 +5,9 @@ r"""Model-written code: math questions, and Python to work them out, as in ReToo
         --train_files dapo-math-17k.parquet --val_files aime-2024.parquet \
         --max_prompt_tokens 1024 --max_response_tokens 4096
 
-The second command reads the data of the paper (https://arxiv.org/abs/2504.11536), DAPO-Math-17k, of
-which the columns prompt and reward_model.ground_truth are used. The published file repeats each
-question about a hundred times, so drop the duplicates first.
-
-Each program runs in a process of its own (examples/sandbox.py). The log counts those that ended in
-an error (`tool/failed`) or ran out of time (`tool/timeouts`)."""
+The second command reads the data of the paper (https://arxiv.org/abs/2504.11536). The published
+file repeats each question about a hundred times, so drop the duplicates first. Each program runs in
+a process of its own (examples/sandbox.py); `tool/failed` and `tool/timeouts` count failures."""
 
 import re
 
@@ -42,10 +39,8 @@ async def code_interpreter(code: str) -> ToolResponse:
         lines = result.stderr.strip().splitlines()[-ERROR_LINES:]
         lines = lines or [f"Error: the program ended with code {result.returncode}"]
         text += "\n" + "\n".join(lines)
-    counts = {
-        "failed": bool(result.returncode) and not result.timed_out,
-        "timeouts": result.timed_out,
-    }
+    failed = bool(result.returncode) and not result.timed_out
+    counts = {"failed": failed, "timeouts": result.timed_out}
     return ToolResponse(text=text.strip() or "(nothing printed)", metrics=counts)
 
 

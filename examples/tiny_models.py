@@ -29,8 +29,8 @@ from flatrl.launch import Bar
 from rollout import Demonstration
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# Each fixed string of examples/calculator.py is one token, so that a trajectory has 30-60. None
-# spans the end of a message, so appended messages leave the tokens before them unchanged.
+# Each fixed string of examples/calculator.py is one token. None spans the end of a message, so
+# appended messages leave the tokens before them unchanged.
 PIECES = [
     "Use the calculator. End with <answer>N</answer>.",
     "system\n",
@@ -207,8 +207,8 @@ def build_warm_model(
 ):
     """Writes a model that has learned the assistant's tokens in the chats to the folder `path`.
 
-    Each chat is seen once, in order. tools: the functions that an agent loop will show to the model
-    in its prompts. pieces: texts that become one token each."""
+    Each chat is seen once, in order. tools: the functions that an agent loop will show in its
+    prompts. pieces: texts that become one token each."""
     model, tokenizer = init_model(path, pieces=pieces)
     batch = tokenizer.apply_chat_template(
         chats,
@@ -235,13 +235,10 @@ def build_from_demonstrations(
 ):
     """Writes a model that has learned the rows' demonstrations to the folder `path`.
 
-    task: the task's module, sys.modules[__name__] in its own file. rows: as --algo sft takes them,
-    with a column `demonstration`. Each is played once, in order, by its own agent loop, with the
-    task's tools and simulated users, so the model sees exactly the tokens of a run. pieces: texts
-    that become one token each; the task's system prompt and the beginnings of its tools' calls
-    always do.
-
-    Raises BadInput for a row that has no demonstration, or one that can't be played."""
+    task: the task's module, sys.modules[__name__] in its own file. rows: as --algo sft takes them.
+    Each is played once, in order, by its own agent loop, so the model sees exactly the tokens of a
+    run. pieces: texts that become one token each; the task's system prompt and the beginnings of
+    its tools' calls always do. Raises BadInput for a row that can't be played."""
     system = getattr(task, "SYSTEM_PROMPT", None)
     rows = load_rows(SimpleNamespace(load=lambda split: rows, SYSTEM_PROMPT=system), "train")
     model, tokenizer = init_model(path, pieces=[*common_pieces(task), *pieces])
@@ -249,10 +246,10 @@ def build_from_demonstrations(
     for row in rows:
         sequences += asyncio.run(play(row, task, tokenizer))
     lengths = torch.tensor([len(ids) for ids, _ in sequences])
-    ids, mask = (
-        pad_sequence([torch.tensor(each) for each in column], batch_first=True)
-        for column in zip(*sequences)
-    )
+    columns = []
+    for column in zip(*sequences):
+        columns.append(pad_sequence([*map(torch.tensor, column)], batch_first=True))
+    ids, mask = columns
     imitate(model, ids, lengths, mask, batch_size)
     model.save_pretrained(path)
 

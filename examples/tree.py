@@ -1,7 +1,6 @@
 """A tree: each rollout branches after its first tool call, and its branches are compared.
 
     accelerate launch train.py --task examples/tree.py --agent tree
-    accelerate launch train.py --task examples/tree.py               # without branches: plain grpo
 
     What is 37+48? - calculator("37+48") = 85 -+- <answer>85</answer>       1
                                                +- <answer>37</answer>       0

@@ -15,8 +15,7 @@ does not know. A first search finds out who the person is, a second one finds th
     assistant  rainy days
 
 Names, verbs and things come from reasoning-gym. The library has two sentences about each person,
-and answers a search with one. The first steps imitate demonstrations, because the model by itself
-never searches. For the curve see docs/speed.md#a-real-model-on-two-cores."""
+and answers a search with one. See docs/speed.md#a-real-model-on-two-cores."""
 
 import functools
 import random
@@ -75,9 +74,11 @@ def search(query: str) -> str:
     asked = words_of(query) & counts.keys()
     if not asked:
         return "Nothing found."
-    return max(
-        words, key=lambda sentence: sum(1 / counts[word] for word in asked & words[sentence])
-    )
+
+    def weight(sentence: str) -> float:
+        return sum(1 / counts[word] for word in asked & words[sentence])
+
+    return max(words, key=weight)
 
 
 class Library(Interaction):

@@ -5,8 +5,7 @@
         --model Qwen/Qwen2.5-VL-3B-Instruct
 
 The prompt shows a card of four cells that are nearly grey; `zoom` returns one of them in its full
-colour. The built-in model zooms on about half of the cards and guesses on the others, where 1
-answer of 4 is right. Building it takes half a minute. Qwen2.5-VL's own template does not show
+colour. The built-in model zooms on about half of the cards. Qwen2.5-VL's own template does not show
 tools: with that model, describe a call in SYSTEM_PROMPT."""
 
 import itertools
@@ -34,8 +33,7 @@ from examples.tiny_models import CHAT_TEMPLATE, fit, init_model
 def without_torchvision() -> None:
     """Makes transformers and vLLM process images with Pillow where torchvision does not work.
 
-    Both want torchvision for Qwen's processors, although only the video part needs it. Call this
-    before a processor is loaded, and before vLLM imports the model."""
+    Only the video part of Qwen's processors needs it. Call this before vLLM imports the model."""
     from transformers.processing_utils import ProcessorMixin
     from transformers.utils import is_torchvision_available
 
@@ -118,9 +116,7 @@ def reward(output, row) -> float:
     return float(answers == [row["reward_model"]["ground_truth"]])
 
 
-# --------------------------------------------------------------------------------------------------
-# The model: a Qwen2.5-VL of 0.2M parameters, with the calculator's tokenizer and a template
-# that shows images.
+# ---------------------------------------------------------------- a Qwen2.5-VL of 0.2M parameters
 
 SHOW = """
 {%- macro show(content) %}
