@@ -1,11 +1,9 @@
 """The colocated engine, and the pool of rollouts that it serves.
 
-Two threads matter here. The MAIN thread owns the device: it calls `Engine.step` during a rollout
-and trains in between. One BACKGROUND thread runs one event loop for the whole run, with all agent
-loops, tools and rewards. (Plain functions of the user run in threads of their own.)
-
+The MAIN thread owns the device: it calls `Engine.step` during a rollout and trains in between. One
+BACKGROUND thread runs one event loop for the whole run, with all agent loops, tools and rewards.
 An agent loop awaits `Engine.generate`, which posts a request. The main thread picks it up at its
-next step. The call returns when the tokens are ready. Outside a rollout phase, requests wait.
+next step. Outside a rollout phase, requests wait.
 
 The engine is a state machine, so that nothing can be generated from stale weights:
 
@@ -15,8 +13,7 @@ The engine is a state machine, so that nothing can be generated from stale weigh
 A `Pool` starts groups of rollouts and hands out batches of those that are done. With
 --max_staleness it hands out a batch while other agent loops are still running. These wait in
 `generate` during the update, while their tools keep running, and vLLM finishes their tokens with
-the new weights (`sleep(keep=True)`). Without --max_staleness this is the same code with
-staleness 0, and nothing is left running.
+the new weights (`sleep(keep=True)`). A synchronous run is one with staleness 0.
 
 With --tp n, n consecutive ranks share one engine: the first of them, the leader, runs the agent
 loops, and the others follow its steps."""
@@ -54,13 +51,7 @@ from agent_loop import (
     expand,
     in_time,
 )
-from flatrl.bad_input import (
-    BadReward,
-    NothingLeft,
-    check_ids,
-    need,
-    refusing,
-)
+from flatrl.bad_input import BadReward, NothingLeft, check_ids, need, refusing
 from flatrl.compact import compact
 from flatrl.hints import tell
 from flatrl.launch import Bar
@@ -115,8 +106,7 @@ class _Request:
 
 
 class Engine:
-    """vLLM in this process. The main thread calls `step`; the background thread awaits
-    `generate`.
+    """vLLM in this process. The main thread calls `step`, the background thread awaits `generate`.
 
     state: "asleep" | "weights" | "synced" | "awake"; calls out of order raise RuntimeError.
     version: that of the weights loaded last, -1 before the first sync. Token ids from vocab_size
@@ -231,16 +221,14 @@ class Engine:
         """Frees the memory of the KV cache and of the weights, and empties the prefix cache.
 
         level: 1 copies the weights to the host, 2 drops them: the next sync brings new ones.
-        keep: unfinished requests stay, and continue after the next wake under the weights of
-        that time. Without `keep` an unfinished request raises RuntimeError. On a CPU, and
-        with enable_sleep_mode false in --engine_args, no memory is freed, but the transitions and
-        the resets of caches are the same."""
+        keep: unfinished requests stay, and continue under the weights of the next wake. Without
+        `keep` they raise RuntimeError. On a CPU, and with enable_sleep_mode false in
+        --engine_args, no memory is freed; all else is the same."""
         self._require("awake")
         with self.lock:
-            if self.requests and not keep:
-                raise RuntimeError(
-                    f"{len(self.requests)} requests are unfinished: end the rollout first"
-                )
+            n = len(self.requests)
+        if n and not keep:
+            raise RuntimeError(f"{n} requests are unfinished: end the rollout first")
         if keep:
             self.mark_versions()
         else:  # no trajectory is running
@@ -258,8 +246,7 @@ class Engine:
                 self._stamp(request, state.detokenizer.num_output_tokens())
 
     def _stamp(self, request, n_tokens):
-        """Records the current version for the tokens that a request has sampled since the last
-        call. n_tokens: all its sampled tokens so far."""
+        """Records the current version for the newest of a request's n_tokens sampled tokens."""
         n_new = n_tokens - len(request.versions)
         request.versions += [self.version] * n_new
         self.statistics["tokens"] += n_new
@@ -267,8 +254,7 @@ class Engine:
     def close(self):
         """Shuts down vLLM, which also destroys torch's process group. A run does it last."""
         if torch.cuda.is_available() and self.state == "asleep":
-            # vLLM unmaps all its memory now, and would print an error for each part of it that
-            # sleep has unmapped.
+            # vLLM would print an error for each part of its memory that sleep has unmapped.
             torch.cuda.empty_cache()
             self.core.wake_up()
         self.core.engine_core.shutdown()
@@ -286,10 +272,9 @@ class Engine:
         """Samples the tokens that follow a prompt; waits while the engine sleeps or trains.
 
         request_id names the trajectory. The sampling seed is a function of --seed, this name
-        and the number of the call. sampling_params are vLLM's, as a dict. image_data: PIL
-        images, each with one placeholder in prompt_ids. Raises ValueError if prompt_ids are
-        invalid, or if vLLM refuses the request (a prompt longer than the window, a bad sampling
-        parameter)."""
+        and the number of the call. sampling_params are vLLM's. image_data: PIL images, each with
+        one placeholder in prompt_ids. Raises ValueError for prompt_ids that are invalid or
+        longer than the window, and for bad sampling parameters."""
         prompt_ids = list(prompt_ids)
         check_ids(prompt_ids, self.vocab_size)
         turn = self.calls[request_id]
@@ -315,8 +300,7 @@ class Engine:
         return result
 
     def enter(self, trajectory: str):
-        """Records that a trajectory starts. With --deterministic, no model step starts before this
-        trajectory asks for tokens."""
+        """Records that a trajectory starts: with --deterministic, model steps wait for its call."""
         with self.lock:
             self.active.add(trajectory)
 
@@ -374,7 +358,7 @@ class Engine:
         self._advance(added, runs_model=has_work)
 
     def _advance(self, added: Sequence[_Request] = (), runs_model=False, aborts_all=False):
-        """Sends one command to the team and carries it out, unless there is nothing to do.
+        """Makes all ranks of the team abort and start requests, and run a model step.
 
         added: requests that start. runs_model: whether a model step follows, if there is anything
         to compute. aborts_all: whether all requests are aborted; otherwise only those that were
@@ -387,46 +371,44 @@ class Engine:
         ]
         runs_model = runs_model and bool(added or self.running)
         if aborted or runs_model:
-            command = Command(aborted, added, runs_model)
-            self._send(command)
-            self._carry_out(command)
+            if self.team:
+                copies = [replace(request, future=None) for request in added]
+                self._send((aborted, copies, runs_model))
+            self._carry_out(aborted, added, runs_model)
 
-    def _send(self, command: "Command"):
-        """Sends a command from the leader of a team to its followers, which `follow`."""
-        if self.team:
-            added = [replace(request, future=None) for request in command.added]
-            copy = replace(command, added=added)
-            dist.broadcast_object_list([copy], group=self.team, group_src=0)
+    def _send(self, command):
+        """Sends the arguments of `_carry_out`, or None, from the leader of a team to the others."""
+        dist.broadcast_object_list([command], group=self.team, group_src=0)
 
     def follow(self):
-        """Carries out the leader's commands until the leader calls `end_phase`."""
+        """Does what the leader does, until the leader calls `end_phase`."""
         while True:
-            received = [None]
-            dist.broadcast_object_list(received, group=self.team, group_src=0)
-            command = received[0]
-            if command.is_last:
+            command = [None]
+            dist.broadcast_object_list(command, group=self.team, group_src=0)
+            if command[0] is None:
                 return
-            self._carry_out(command)
+            self._carry_out(*command[0])
 
     def end_phase(self):
         """Ends a rollout phase: aborts the calls that were given up, and releases followers."""
         self._advance()
-        self._send(Command(is_last=True))
+        if self.team and self.leader:
+            self._send(None)
 
-    def _carry_out(self, command: "Command"):
+    def _carry_out(self, aborted: list[str], added: list[_Request], runs_model: bool):
         """Aborts and adds requests, runs a model step, and hands out the results."""
-        self.core.abort_request(command.aborted)
-        for call_id in command.aborted:
+        self.core.abort_request(aborted)
+        for call_id in aborted:
             del self.running[call_id]
 
         results = []
-        for request in command.added:
+        for request in added:
             try:
                 self._admit(request)
             except Exception as error:  # of any type; only this request fails
                 results.append((request, ValueError(str(error))))
 
-        if command.runs_model and self.running:
+        if runs_model and self.running:
             for output in self.core.step():
                 if output.finished:
                     request = self.running.pop(output.request_id)
@@ -460,29 +442,17 @@ class Engine:
         reason = completion.finish_reason
         if reason not in ("stop", "length"):
             reason = "abort"
-        return TokenOutput(
-            token_ids, [*completion.logprobs.logprobs], request.versions, reason, prompt_ids
-        )
+        logprobs = [*completion.logprobs.logprobs]
+        return TokenOutput(token_ids, logprobs, request.versions, reason, prompt_ids)
 
     def abort_all(self):
-        """Drops all requests. Call it only when no other pool is running.
+        """Drops all requests, whose agent loops were cancelled. No other pool may be running.
 
-        The pool has cancelled the agent loops that wait for them. It leaves their futures alone,
-        because a second cancellation would interrupt the loops' cleanup."""
+        It leaves the futures alone: a second cancellation would interrupt the loops' cleanup."""
         with self.lock:
             self.inbox.clear()
             self.active.clear()
         self._advance(aborts_all=True)
-
-
-@dataclass
-class Command:
-    """One step of an engine: of all ranks of a --tp team together, or of the only one."""
-
-    aborted: list[str] = field(default_factory=list)  # call_ids
-    added: list[_Request] = field(default_factory=list)
-    runs_model: bool = False  # whether a model step follows
-    is_last: bool = False  # the rollout phase is over: followers return
 
 
 # ---------------------------------------------------------------- the rollouts of a step
@@ -613,17 +583,6 @@ class Rollouts:
 
 
 @dataclass
-class Context:
-    """The parts of a run that its agent loops and reward functions share."""
-
-    engine: Engine
-    task: ModuleType
-    tokenizer: Any
-    processor: Any  # None for a text model
-    args: Any
-
-
-@dataclass
 class Member:
     """One rollout of a prompt's group: its identity and its options."""
 
@@ -678,9 +637,8 @@ class Demonstration:
 class Session:
     """The engine of one rollout: an agent loop gets it in place of the Engine.
 
-    Calls go out under the rollout's own name, so that sampling seeds depend on (seed, step,
-    prompt, sample, turn) alone. The request_id that a loop passes is ignored: verl's loops draw a
-    random one."""
+    Calls go out under the rollout's own name, not the loop's request_id, so that sampling seeds
+    depend on (seed, step, prompt, sample, turn) alone."""
 
     engine: Engine | Demonstration | None  # None once the loop is over
     name: str
@@ -693,8 +651,7 @@ class Session:
         Raises RuntimeError once the agent loop is over, because the engine may sleep by then."""
         if self.engine is None:
             raise RuntimeError(
-                "the rollout is over, and a reward has no engine: let the agent "
-                "loop judge, while the engine is awake"
+                "the rollout is over: let the agent loop judge, while the engine is awake"
             )
         started = time.perf_counter()
         caller = asyncio.current_task()
@@ -712,20 +669,18 @@ class Session:
             caller.cancel()
 
 
-async def run_agent_loop(
-    context: Context, member: Member, row: dict, sampling: dict
-) -> list[AgentLoopOutput]:
+async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list[AgentLoopOutput]:
     """Runs the agent loop of a row. Returns its outputs, with their place in the batch in `extra`.
 
-    row: a copy, to which columns are added and which the loop may change. sampling: vLLM's
-    parameters. Raises whatever the loop raises, TypeError if it returns anything but outputs, and
-    ValueError for token ids or images that the model does not have."""
-    args = context.args
-    engine = context.engine
+    run: train.Run. row: a copy, to which columns are added and which the loop may change.
+    sampling: vLLM's parameters. Raises whatever the loop raises, TypeError if it returns anything
+    but outputs, and ValueError for token ids or images that the model does not have."""
+    args = run.args
+    engine = run.engine
     row |= {"step": member.step, "rollout_n": member.sample, "validate": member.validate}
     session = Session(engine, member.name)
-    loop_class = agent_loop_class(row, context.task, args)
-    loop = loop_class(session, context.tokenizer, context.processor, context.task, args)
+    loop_class = agent_loop_class(row, run.task, args)
+    loop = loop_class(session, run.tokenizer, run.processor, run.task, args)
 
     # A copy, because the loop may change its parameters: add a stop, for example.
     sampling_params = copy_containers({**sampling, "stop_token_ids": engine.stop_token_ids})
@@ -736,12 +691,11 @@ async def run_agent_loop(
 
     turns = list(member.demonstration)
     if turns:
-        # It needs the loop, which was built with the session. So it takes the engine's place now.
+        # Only now, because it needs the loop, which was built with the session.
         session.engine = Demonstration(turns, loop, set(engine.stop_token_ids))
 
-    # Tool and chat agents end at trajectory_timeout by themselves, and keep their tokens. They may
-    # take four more tool timeouts: for a call under way, calc_reward, release and finalize. Then
-    # any loop is cancelled.
+    # Tool and chat agents end at trajectory_timeout by themselves, and keep their tokens. A call
+    # under way, calc_reward, release and finalize may then take a tool timeout each.
     patience = args.trajectory_timeout
     if patience:
         patience += 4 * args.tool_timeout
@@ -759,8 +713,8 @@ async def run_agent_loop(
             name = type(loop).__name__
             raise TypeError(f"{name}.run returned {output!r:.80}, not an AgentLoopOutput")
         check_ids(output.prompt_ids + output.response_ids, engine.vocab_size)
-        check_images(output, context.processor)
-        complete_output(output, segment, context, member, row)
+        check_images(output, run.processor)
+        complete_output(output, segment, run.tokenizer, member, row)
         if args.hints:
             tell(output, row, loop)
         else:  # what a loop has set is not used
@@ -774,7 +728,7 @@ PRINTED_TOOLS = set()  # the tools whose first exception was printed in this pro
 
 
 def print_tool_exceptions(loop: AgentLoopBase):
-    """Prints the first exception of each tool in this process, which the model has read."""
+    """Prints the first exception of each tool in this process."""
     for name, error in loop.tool_exceptions.items():
         if name not in PRINTED_TOOLS:
             PRINTED_TOOLS.add(name)
@@ -782,23 +736,16 @@ def print_tool_exceptions(loop: AgentLoopBase):
             traceback.print_exception(error)
 
 
-def complete_output(
-    output: AgentLoopOutput, segment: int, context: Context, member: Member, row: dict
-):
+def complete_output(output: AgentLoopOutput, segment: int, tokenizer, member: Member, row: dict):
     """Adds prompt, sample and segment to an output's `extra`, and fills in text and messages."""
-    output.extra = {
-        **output.extra,
-        "index": row.get("index"),
-        "prompt": member.prompt,
-        "sample": member.sample,
-        "segment": segment,
-    }
+    place = {"prompt": member.prompt, "sample": member.sample, "segment": segment}
+    output.extra = {**output.extra, "index": row.get("index"), **place}
     if member.demonstration:
         output.extra["demonstration"] = True
     if member.is_greedy:
         output.extra["greedy"] = True
     if not output.text:
-        output.text = context.tokenizer.decode(output.response_ids, skip_special_tokens=True)
+        output.text = tokenizer.decode(output.response_ids, skip_special_tokens=True)
     if not output.messages:
         output.messages = [*row["prompt"], {"role": "assistant", "content": output.text}]
 
@@ -806,14 +753,13 @@ def complete_output(
 REWARD_FIELDS = ("reward", "turn_rewards", "metrics")  # fields of an output that a reward may write
 
 
-async def grade_rollout(context: Context, outputs: list[AgentLoopOutput], row: dict):
-    """Sets the rewards of a rollout's outputs, see `set_rewards`.
+async def grade_rollout(run, outputs: list[AgentLoopOutput], row: dict):
+    """Sets the rewards of a rollout's outputs, see `set_rewards`, in REWARD_TIMEOUT seconds.
 
-    row: a copy, which the reward function may change. Raises as `set_rewards` does, and
-    CallTimeoutError after REWARD_TIMEOUT seconds."""
+    run: train.Run. row: a copy, which the reward function may change."""
     name = f"the reward of prompt {outputs[0].extra['prompt']}"
-    await in_time(name, REWARD_TIMEOUT, set_rewards(context.task, outputs, row))
-    if "states" in context.args.estimator_takes:
+    await in_time(name, REWARD_TIMEOUT, set_rewards(run.task, outputs, row))
+    if "states" in run.args.estimator_takes:
         # Raises if states and turns differ in number: now, so that it costs this rollout alone.
         batch = data.make_batch(outputs)
         data.turn_states(outputs, data.turns_of_units(batch))
@@ -883,8 +829,7 @@ def _checked_reward(reward, row, file):
 
 # ---------------------------------------------------------------- many rollouts: the pool
 
-# The state of a prompt's group in the ranks' store. `add` sets it, because a key that was never
-# set counts as 0.
+# The state of a prompt's group in the ranks' store, where a key that was never set is 0.
 RUNNING, DONE, NO_SIGNAL = range(3)
 
 
@@ -899,29 +844,22 @@ class PromptGroup(Rollouts):
 class Pool:
     """Runs groups of rollouts on the background loop, and hands them out batch by batch.
 
-    Prompts have numbers and are trained in that order: a batch is the next `batch` prompts, and
-    a slow prompt is waited for. To keep engine and tools busy meanwhile, prompts of the next
-    `staleness` batches may start, too, as in AReaL (arXiv 2505.24298, sec. 5). Those wait in
-    `generate` while the policy trains, and continue under the next weights. With batches of two
-    and staleness 1:
+    Prompts have numbers and are trained in that order: a batch is the next `batch` prompts. While
+    a slow one is waited for, prompts of the next `staleness` batches may start, too, as in AReaL
+    (arXiv 2505.24298, sec. 5). Those wait in `generate` while the policy trains, and continue
+    under the next weights. With batches of two and staleness 1:
 
         step                     0      1      2      3
         its rollout may start    0-3    4-5    6-7    8-9
         it trains on             0-1    2-3    4-5    6-7
 
-    A prompt starts at most `staleness` steps before the one that trains on it, so no token is
-    older. One number is enough to resume a run: that of the next prompt.
+    So no token is older than `staleness` steps, and the next prompt's number is enough to resume.
 
     Dynamic sampling replaces a group whose members' rewards are equal: it is left out, and one more
     prompt may start. A step replaces at most `replacements` groups and trains on any further ones.
+    """
 
-    Ranks draw the next prompt from a shared counter when they have room for a rollout. With
-    --deterministic a prompt's engine is its number modulo the number of engines."""
-
-    context: Context
-    background: Background
-    stop: Stop
-    store: dist.Store  # shared by the ranks
+    run: Any  # train.Run
     kind: str  # "train" or "eval"; part of the rollouts' names, and so of their seeds
     row_of: Callable[[int], dict]  # a prompt's number -> its row
     batch: int
@@ -935,12 +873,12 @@ class Pool:
     first: int = 0  # the first prompt of the next batch
 
     def __post_init__(self):
-        args = self.context.args
-        self.args = args
-        self.engine = self.context.engine
-        self.store = dist.PrefixStore(f"{self.kind}-{self.step:08d}", self.store)
+        self.args = self.run.args
+        self.engine = self.run.engine
+        # Shared by the ranks.
+        self.store = dist.PrefixStore(f"{self.kind}-{self.step:08d}", self.run.store)
         self.n_members = self.group_size + self.greedy
-        self.n_engines = dist.get_world_size() // args.tp
+        self.n_engines = dist.get_world_size() // self.args.tp
         self.step_first = self.first  # the first prompt of this step's batch
         self.prompts = self._prompts(self.first)  # those that this rank starts
         self.limit = self.first  # prompts with smaller numbers may start
@@ -954,15 +892,14 @@ class Pool:
         self.seconds = 0.0
         self.statistics = Counter()
         self.work_ended = threading.Event()  # set when all coroutines have really ended
-        self.future = self.background.submit(self._work())
+        self.future = self.run.background.submit(self._work())
 
     def _slots(self) -> int:
         """Returns how many rollouts may run on this rank at once.
 
-        That is its share of --oversample batches, at least a group, at most MAX_CONCURRENT. With
-        --deterministic, `limit` alone bounds them."""
+        That is its share of --oversample batches, at least a group, at most MAX_CONCURRENT."""
         if self.args.deterministic:
-            return sys.maxsize  # how many run must not depend on timing
+            return sys.maxsize  # `limit` alone bounds them: timing must not
         oversample = self.args.oversample if self.staleness else 1
         n_groups = math.ceil(self.batch * oversample / self.n_engines)
         return max(self.n_members, min(MAX_CONCURRENT, n_groups * self.n_members))
@@ -975,10 +912,9 @@ class Pool:
         return f"evaluation at step {self.step}"
 
     def demonstration(self, prompt: int) -> Sequence[dict]:
-        """Returns the turns that are played for a prompt instead of sampled ones.
+        """Returns the turns that are played for a prompt instead of sampled ones, if any.
 
-        In the first --imitation_steps, by default in all steps, these are the `demonstration` of
-        its row, if it has one; else (), as in an evaluation."""
+        In the first --imitation_steps, by default in all, its row's `demonstration`."""
         n_steps = self.args.imitation_steps
         if self.kind == "train" and (n_steps is None or prompt < n_steps * self.batch):
             with suppress(BadInput):  # a bad row of a large table fails in its rollout
@@ -994,19 +930,20 @@ class Pool:
     # -- background thread
 
     def _prompts(self, first: int) -> Iterator[int]:
-        """Yields this rank's prompts; all ranks together start each prompt from the first once."""
-        if self.args.deterministic:  # timing must not decide which rank runs a prompt
+        """Yields this rank's prompts; all ranks together start each prompt from the first once.
+
+        They draw them from a shared counter. With --deterministic, where timing must not decide, a
+        prompt's engine is its number modulo the number of engines."""
+        if self.args.deterministic:
             mine = dist.get_rank() // self.args.tp
             n = self.n_engines
             yield from itertools.count(first + (mine - first) % n, n)
         else:
-            while True:  # work is shared: the rank that has room takes the next prompt
+            while True:
                 yield first + self.store.add("next", 1) - 1
 
     async def _work(self):
-        """Starts rollouts as room and limit allow. Ends when it is cancelled.
-
-        Ends at once on the followers of a --tp team."""
+        """Starts rollouts as room and limit allow, on leaders, until it is cancelled."""
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 while self.engine.leader:  # which never changes
@@ -1047,7 +984,7 @@ class Pool:
         try:
             # The row is read in here, as a bad one of a large table raises.
             row = copy_containers(self.row_of(member.prompt))
-            outputs = await run_agent_loop(self.context, member, row, self.sampling)
+            outputs = await run_agent_loop(self.run, member, row, self.sampling)
             if outputs:
                 self._start_grader(group, member, outputs)
             else:
@@ -1086,7 +1023,7 @@ class Pool:
         """Returns the fields REWARD_FIELDS of each output or, if the reward failed, an error."""
         try:
             row = copy_containers(self.row_of(member.prompt))
-            await grade_rollout(self.context, outputs, row)
+            await grade_rollout(self.run, outputs, row)
         except BaseException as error:
             if self.future.cancelled():
                 raise
@@ -1095,12 +1032,10 @@ class Pool:
         return [{name: getattr(output, name) for name in REWARD_FIELDS} for output in outputs]
 
     async def _has_no_signal(self, group: PromptGroup) -> bool:
-        """Returns whether all members have the same outcome, so that nothing can be learned (DAPO,
-        arXiv 2503.14476, sec. 3.2).
+        """Returns whether all members have one outcome, once they are graded (DAPO, arXiv
+        2503.14476, sec. 3.2). False without dynamic sampling; True if at most one member is left.
 
-        Waits for the group's rewards. Returns False without dynamic sampling, and True if at most
-        one member is left. Turn rewards nearly always differ, so they count only if all outcomes
-        are 0."""
+        Turn rewards nearly always differ, so they count only if all outcomes are 0."""
         if not self.replacements:
             return False
         grades = await _await_graders(group.graders)
@@ -1123,14 +1058,14 @@ class Pool:
     def rollout(self, step: int) -> Rollouts:
         """Returns the rollouts of the next batch, and of the groups that it replaced.
 
-        The result is the same on all ranks. The engine must be awake if the pool `needs_engine`.
-        Rewards may still be on their way: see `wait_for_rewards`. Raises Stopped if the run is to
-        stop, and NothingLeft if the batch has no sampled token."""
+        The result is the same on all ranks, and its rewards may be on their way:
+        `wait_for_rewards`. The engine must be awake if the pool `needs_engine`. Raises Stopped,
+        and NothingLeft if the batch has no sampled token."""
         self.step = step
         self.step_first = self.first
         n_batches = min(1 + self.staleness, self.end_step - step)
         capacity = self.first + n_batches * self.batch
-        if self.kind == "train" and getattr(self.context.task, "sampler", None):
+        if self.kind == "train" and getattr(self.run.task, "sampler", None):
             # Makes it choose all rows now, while all ranks have the same history.
             self.row_of(capacity + self.replacements - 1)
         self._set_limit(capacity)
@@ -1141,7 +1076,7 @@ class Pool:
             """Takes in groups that have ended. Returns whether they make a batch; if not, lets
             replacements start."""
             while not self._is_full(states):
-                state = self.store.add(str(self.first + len(states)), 0)
+                state = self._read(str(self.first + len(states)))
                 if state == RUNNING:
                     self._start_replacements(len(states), capacity)
                     return False
@@ -1159,6 +1094,10 @@ class Pool:
         replaced = without_signal[: self.replacements]
         return self._gather(range(self.step_first, self.first), replaced)
 
+    def _read(self, key: str) -> int:
+        """Returns a number of the ranks' store, 0 if nobody has added to it."""
+        return self.store.add(key, 0)
+
     def _is_full(self, states: list[int]) -> bool:
         """Returns whether the groups in these states make a batch.
 
@@ -1168,32 +1107,29 @@ class Pool:
     def _start_replacements(self, n_ended: int, capacity: int):
         """Lets one prompt more than `capacity` start for each group without a signal.
 
-        With --deterministic, replacements start together, when all groups have ended on all ranks:
-        there the time at which a group starts must not depend on the speed of others."""
+        With --deterministic they start together, when all groups have ended on all ranks."""
         all_have_ended = self.first + n_ended == self.limit
         if self.replacements and (all_have_ended or not self.args.deterministic):
-            # The store counts all of them. Left are those that were not handed out yet, also of
-            # later batches.
-            n_without_signal = self.store.add("no_signal", 0) - self.n_without_signal
+            # Of those that were not handed out yet, also of later batches.
+            n_without_signal = self._read("no_signal") - self.n_without_signal
             self._set_limit(capacity + min(n_without_signal, self.replacements))
 
     def _work_until(self, is_done: Callable[[], bool], title: str, total: int) -> bool:
         """Lets the engine generate until is_done(), and counts seconds and statistics.
 
-        Returns False if the run is told to stop before. A follower of a --tp team carries out
-        its leader's commands, and returns True. Raises the error that ended the pool, if any."""
+        Returns False if the run is told to stop before. Followers of a --tp team `follow`, and
+        return True. Raises the error that ended the pool, if any."""
         engine = self.engine
         statistics_before = Counter(engine.statistics)
         started = time.perf_counter()
         try:
-            if engine.leader:
-                with Bar(None, title, total=total, unit="prompt") as bar:
-                    return self._step_until(is_done, bar)
-            engine.follow()
-            return True
+            if not engine.leader:
+                engine.follow()
+                return True
+            with Bar(None, title, total=total, unit="prompt") as bar:
+                return self._step_until(is_done, bar)
         finally:
-            if engine.leader:
-                engine.end_phase()
+            engine.end_phase()
             engine.mark_versions()  # counts the tokens of unfinished requests, too
             self.seconds += time.perf_counter() - started
             self.statistics += engine.statistics - statistics_before
@@ -1202,11 +1138,11 @@ class Pool:
         """Steps the engine until is_done(), or returns False: see `_work_until`.
 
         It asks before the first step, and whenever a group has ended on some rank."""
-        n_before = self.store.add("ended", 0)
+        n_before = self._read("ended")
         n_seen = None
-        while not self.stop.requested:
+        while not self.run.stop.requested:
             # Usually the only access to the store between two steps of the engine.
-            n_ended = self.store.add("ended", 0)
+            n_ended = self._read("ended")
             bar.update(n_ended - n_before - bar.n)
             if n_ended != n_seen:
                 n_seen = n_ended
@@ -1257,8 +1193,7 @@ class Pool:
     def next_prompt(self, steps_done: int) -> int:
         """Returns the prompt with which a run is resumed after steps_done steps.
 
-        A step that was interrupted after its rollout takes its batch again. Before the first
-        `rollout` both prompts are the same."""
+        A step that was interrupted after its rollout takes its batch again."""
         return self.first if steps_done > self.step else self.step_first
 
     def finish_running(self):
@@ -1268,10 +1203,11 @@ class Pool:
         self._set_limit(0)
         groups = list(self.groups.values())
 
-        def are_done():
-            return not any(group.unfinished for group in groups)
-
-        finished = self._work_until(are_done, "before the evaluation", len(groups))
+        finished = self._work_until(
+            lambda: not any(group.unfinished for group in groups),
+            "before the evaluation",
+            len(groups),
+        )
         gather_unless_stopped(None, not finished)
 
     def _set_limit(self, limit: int):
@@ -1282,7 +1218,7 @@ class Pool:
             self.limit_changed.set()
 
         if limit != self.limit:
-            self.background.submit(change()).result()
+            self.run.background.submit(change()).result()
 
     def end(self):
         """Cancels the running rollouts, on all ranks together: agent loops release their tools."""
@@ -1339,14 +1275,12 @@ def rollout(
 ) -> Rollouts:
     """Runs group_size rollouts of each row, waits for their rewards, and returns them.
 
-    Evaluations use it, with kind "eval"; with "train", demonstrations of the rows are played. The
-    rollouts are the only batch of a pool of their own. All ranks pass the same rows and get the
-    same result. The engine must be awake, and no other pool running. A rollout whose agent loop or
-    reward raises is dropped and counted, and so is one whose loop returns []. Raises Stopped,
-    BadReward as `wait_for_rewards` does, and NothingLeft if nothing was sampled or nothing has a
-    reward."""
-    pool = _pool_of(
-        run,
+    Evaluations use it, with kind "eval"; with "train", demonstrations of the rows are played. All
+    ranks pass the same rows and get the same result. The engine must be awake, and no other pool
+    running. A rollout whose agent loop or reward raises, or whose loop returns [], is dropped and
+    counted. Raises as `Pool.rollout` and `wait_for_rewards` do."""
+    pool = Pool(
+        run=run,
         kind=kind,
         row_of=rows.__getitem__,
         batch=len(rows),
@@ -1359,9 +1293,9 @@ def rollout(
         started = time.perf_counter()
         wait_for_rewards(rollouts, run.background, run.stop)
         rollouts.seconds += time.perf_counter() - started
-    except Stopped:
-        # All ranks raise Stopped together, and `end` waits for them. After another error, which is
-        # one rank's, the others would not come.
+    except (Stopped, NothingLeft, BadReward):
+        # All ranks raise these together. After another error, which is one rank's, `end` would
+        # wait for the others.
         pool.end()
         raise
     pool.end()
@@ -1394,8 +1328,8 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
         return rows[run.history[prompt][0]]
 
     batch = args.prompts_per_step
-    return _pool_of(
-        run,
+    return Pool(
+        run=run,
         kind="train",
         row_of=row_of,
         batch=batch,
@@ -1407,16 +1341,4 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
         replacements=(args.max_gen_batches - 1) * batch,
         greedy="baselines" in args.estimator_takes,
         first=first,
-    )
-
-
-def _pool_of(run, **settings) -> Pool:
-    """Returns a Pool of a run (train.Run)."""
-    context = Context(run.engine, run.task, run.tokenizer, run.processor, run.args)
-    return Pool(
-        context=context,
-        background=run.background,
-        stop=run.stop,
-        store=run.store,
-        **settings,
     )

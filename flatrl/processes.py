@@ -4,10 +4,12 @@ import asyncio
 import atexit
 import contextlib
 import datetime
+import multiprocessing
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 
@@ -19,8 +21,6 @@ from flatrl.bad_input import BadInput, need
 
 # How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
-# At the end of a run, threads and processes of user code may take this many seconds to end.
-LEFT_BEHIND_S = 30
 # The key under which the ranks' store counts those that were told to stop.
 STOP = "stop"
 
@@ -118,34 +118,36 @@ class Stop:
 def run_as_script(main: Callable, parse: Callable):
     """Calls main(parse()), then ends this process with an exit code.
 
-    0: main came to its end; 2: BadInput; 130: Stopped; 1: any other error. Python waits for
-    threads and processes that user code has left behind: here for LEFT_BEHIND_S seconds."""
+    0: main came to its end; 2: BadInput; 130: Stopped; 1: any other error. It does not wait for
+    threads and processes that user code has left behind, as Python would."""
     status = 1
     try:
         main(parse())
         status = 0
     except Stopped:
         status = 130
-        sys.exit(status)
     except BadInput as error:
         status = 2
         if count(str(error)) == 1:  # all ranks usually have the same error
             print(f"train.py: error: {error}", file=sys.stderr)
-        sys.last_value = error  # keeps the run's tasks, which would complain about their end
-        sys.exit(status)
-    except torch.OutOfMemoryError:
-        print(
-            "train.py: out of GPU memory: lower --tokens_per_micro_batch or "
-            "--gpu_memory_utilization, or give --gradient_checkpointing (docs/scaling.md#memory)",
-            file=sys.stderr,
-        )
-        raise
+    except Exception as error:
+        traceback.print_exc()
+        if isinstance(error, torch.OutOfMemoryError):
+            print(
+                "train.py: out of GPU memory: lower --tokens_per_micro_batch or "
+                "--gpu_memory_utilization, or give --gradient_checkpointing "
+                "(docs/scaling.md#memory)",
+                file=sys.stderr,
+            )
     finally:
         if status:
             count(STOP)  # ends a rollout of ranks that wait for this one
-        timer = threading.Timer(LEFT_BEHIND_S, os._exit, [status])
-        timer.daemon = True
-        timer.start()
+    for process in multiprocessing.active_children():
+        process.terminate()
+    atexit._run_exitfuncs()  # of libraries
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def count(key: str) -> int:
@@ -168,7 +170,6 @@ class Background:
         self.closed = False
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
-        atexit.register(self.close)  # a run that failed says nothing more
 
     def submit(self, coroutine: Coroutine) -> Future:
         """Starts a coroutine on the loop."""

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from flatrl.bad_input import need, refusing
 from flatrl.models import HEAD
 
-# Keys that the flags with a JSON object may not have: arguments of vllm.LLM that colocation and
-# exact logprobs depend on, or that sleep loses (draft models); arguments of apply_chat_template;
-# sampling parameters that are a flag, or an agent loop's.
+# Keys that the flags with a JSON object may not have: those that are a flag or an agent loop's, or
+# on which colocation and exact logprobs depend. Sleep would lose a draft model.
 FIXED_ARGUMENTS = {
     "engine_args": [
         "distributed_executor_backend",
@@ -31,13 +30,7 @@ FIXED_ARGUMENTS = {
     "eval_sampling_args": ["seed", "n", "stop_token_ids", "structured_outputs"],
 }
 # Sampling parameters that leave the distribution of a token as it is.
-NEUTRAL_SAMPLING = {
-    "temperature",
-    "stop",
-    "max_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-}
+NEUTRAL_SAMPLING = {"temperature", "stop", "max_tokens", "ignore_eos", "include_stop_str_in_output"}
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -58,15 +51,14 @@ def check_arguments(name: str, arguments: dict, our_flags: Collection[str]):
     our_flags: the names of all flags, none of which may be a key of --engine_args. Warns of
     sampling parameters that change the distribution in training, because the trainer computes
     log softmax(logits / temperature)."""
-    fixed = sorted(arguments.keys() & set(FIXED_ARGUMENTS.get(name, ())))
-    need(
-        not fixed,
-        f"--{name}: {', '.join(fixed)} can't be set here: it is a flag, an agent "
-        "loop's, or flatrl's own",
-    )
+    fixed = set(FIXED_ARGUMENTS.get(name, ()))
     if name == "engine_args":
-        for key in arguments:
-            need(key not in our_flags, f"--engine_args: {key} is --{key}")
+        fixed.update(our_flags)
+    for key in arguments:
+        need(
+            key not in fixed,
+            f"--{name}: {key} can't be set here: it is a flag, an agent loop's, or flatrl's own",
+        )
     others = sorted(arguments.keys() - NEUTRAL_SAMPLING)
     if name == "sampling_args" and others:
         warnings.warn(
@@ -110,7 +102,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         seed=args.seed,
         max_model_len=args.max_model_len,
         max_num_seqs=max_num_seqs,
-        # Each rank's own process has an engine, on the process group that accelerate made.
+        # On the process group that accelerate made.
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=args.tp,
         # Logprobs of softmax(logits / temperature), as the trainer computes them (trl#4159).
@@ -133,8 +125,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
             enforce_eager=True,  # compiling takes longer than a small run
             block_size=32,
             kv_cache_memory_bytes=1 << 30,
-            # A prompt is computed in one step: the longest must fit beside a full batch that
-            # decodes.
+            # The longest prompt must fit beside a full batch that decodes.
             max_num_batched_tokens=max(8192, args.max_model_len + max_num_seqs),
             enable_chunked_prefill=False,  # with request seeds vLLM's CPU build crashes on it
         )
@@ -174,8 +165,7 @@ def prepare_vllm(device, tp):
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     from vllm.model_executor.models.transformers.base import Base
 
-    # If vLLM has no code for a model, it uses transformers' class, and would decorate that to
-    # compile it. The trainer's model is of the same class.
+    # vLLM would compile a class of transformers that it uses, and the trainer uses it, too.
     Base._decorate_cls_for_torch_compile = lambda self, **settings: None
     if device.type != "cpu":
         return
@@ -183,9 +173,8 @@ def prepare_vllm(device, tp):
     if tp > 1:
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-        # vLLM names a team's shared memory after its init method, which is "env://" for all
-        # jobs of a machine. Nothing ever connects to the address given here: the process
-        # group exists.
+        # vLLM names a team's shared memory after its init method, which is "env://" for all jobs
+        # of a machine. Nothing connects to this one.
         address = [f"tcp://flatrl:{os.urandom(16).hex()}"]
         dist.broadcast_object_list(address)
 
@@ -241,6 +230,9 @@ def _patch_cpu_build():
 def load_into(model, named_tensors, config):
     """Copies (name in a checkpoint, tensor) pairs into vLLM's model, by its layerwise reload.
 
+    vLLM passes a tensor k_proj.bias to the loader of its parameter qkv_proj.bias, where the count
+    of elements of that part grows. A part that got none by the end is missing.
+
     Raises RuntimeError with the name of a tensor that vLLM refused, or with the names of the
     engine's parameters that got no tensor."""
     from vllm.model_executor.model_loader.reload import layerwise
@@ -277,19 +269,13 @@ def load_into(model, named_tensors, config):
 class _Arrivals:
     """The tensors of one sync, and the engine's parameters at which they arrive.
 
-    A tensor k_proj.bias comes, vLLM passes it to the loader of its parameter qkv_proj.bias, and
-    its entry in n_elements grows by its size. A part that got nothing by the end is missing; a
-    tensor for which no loader was called is not loaded.
-
     fused: `fused_parts` of the engine's model."""
 
     def __init__(self, fused):
         self.fused = fused
         self.current = "the first parameter"  # the name of the tensor that vLLM has now
         self.size = 0  # its number of elements
-        # Tensors that no parameter's loader took, by name: vLLM copied them without a loader,
-        # and its reload has lost them.
-        self.not_loaded = {}
+        self.not_loaded = {}  # tensors that no parameter's loader took, by name
         self.n_elements = Counter()  # arrived, by parameter or part of a fused one
 
     def one_by_one(self, named_tensors):
@@ -305,7 +291,6 @@ class _Arrivals:
 
         @functools.wraps(loader)
         def load(*args, **kwargs):
-            # A tensor of k_proj.bias is for that part of the parameter qkv_proj.bias.
             ending = "." + ".".join(self.current.split(".")[-2:])
             parts = [name for name in self.fused[parameter] if name.endswith(ending)]
             self.n_elements[parts[0] if parts else parameter] += self.size
@@ -345,18 +330,14 @@ def fused_parts(model):
 
 
 def keep_loaded(llm_engine):
-    """Makes the engine keep its memory when it sleeps (enable_sleep_mode false).
-
-    vLLM would raise an error. All else that sleep and waking up do stays."""
+    """Makes the engine keep its memory when it sleeps, where vLLM would raise an error."""
     executor = llm_engine.engine_core.engine_core.model_executor
     executor.sleep = lambda level: None
     executor.wake_up = lambda tags: None
 
 
 def unlink_shared_memory():
-    """Removes the files of a --tp team's shared memory on CPUs, which all ranks have mapped.
-
-    Without them, the kernel frees the memory with the last process, however that ends."""
+    """Lets the kernel free a --tp team's memory on CPUs with the last rank, however that ends."""
     dist.barrier()
     for file in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
         file.unlink(missing_ok=True)

@@ -14,14 +14,12 @@ from flatrl.bad_input import BadInput
 
 # Each case is a process that is forked from this one.
 CASES = """
-import json, multiprocessing, os, signal, sys, threading, time
+import asyncio, contextlib, json, multiprocessing, os, signal, sys, time
 sys.path.insert(0, os.getcwd())
 import torch
 import torch.distributed as dist
-from flatrl import processes
+from flatrl import processes, user_code
 from flatrl.bad_input import BadInput
-
-processes.LEFT_BEHIND_S = 1
 
 def raises(error):
     raise error
@@ -41,6 +39,11 @@ def ended_by_its_parent():
     child.join()
     assert child.exitcode == -signal.SIGTERM and not stop.requested
 
+async def leaves_behind():
+    multiprocessing.Process(target=time.sleep, args=[1000]).start()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(user_code.in_thread(time.sleep, 1000), 0.1)
+
 def signalled():
     store = dist.HashStore()
     other, this = processes.Stop(store), processes.Stop(store)
@@ -51,7 +54,7 @@ def signalled():
     raise processes.Stopped
 
 cases = {
-    "end": lambda: threading.Thread(target=time.sleep, args=[1000]).start(),
+    "end": lambda: asyncio.run(leaves_behind()),
     "child": ended_by_its_parent,
     "signalled": signalled,
     "input": lambda: raises(BadInput("no")),
@@ -62,7 +65,6 @@ codes = {}
 for name, case in cases.items():
     if os.fork() == 0:
         processes.run_as_script(lambda args: case(), lambda: "args")
-        sys.exit()
     codes[name] = os.waitstatus_to_exitcode(os.wait()[1])
 print(json.dumps(codes))
 """

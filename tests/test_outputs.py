@@ -4,11 +4,12 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from conftest import make_run
 from test_agent_loop import PROMPT, Script, call
 
 import rollout
 from agent_loop import AgentLoopBase, register
-from rollout import Context, Member, grade_rollout, run_agent_loop
+from rollout import Member, grade_rollout, run_agent_loop
 from train import Args
 
 
@@ -34,9 +35,9 @@ class Engine(Script):
 
 def play(tokenizer, task, *lines, **row) -> list:
     args = Args(max_model_len=4000, max_response_tokens=2000)
-    context = Context(Engine(tokenizer, lines), task, tokenizer, None, args)
+    run = make_run(Engine(tokenizer, lines), None, task, tokenizer, args)
     member = Member("train/0/0/0", prompt=0, sample=0, step=0, validate=False)
-    return asyncio.run(run_agent_loop(context, member, {"prompt": PROMPT} | row, {}))
+    return asyncio.run(run_agent_loop(run, member, {"prompt": PROMPT} | row, {}))
 
 
 def play_spoilt(tokenizer, spoil) -> list:
@@ -56,8 +57,8 @@ def test_states_are_one_for_each_turn(tokenizer):
         (output,) = play_spoilt(tokenizer, lambda output: None)
         output.metrics["states"] = [*states]
         task = SimpleNamespace(reward=lambda output, row: 1.0)
-        context = Context(None, task, None, None, Args(algo="gigpo"))
-        asyncio.run(grade_rollout(context, [output], {}))
+        run = make_run(None, None, task, None, Args(algo="gigpo"))
+        asyncio.run(grade_rollout(run, [output], {}))
         return output.reward
 
     assert grade(1) == grade(None) == 1.0

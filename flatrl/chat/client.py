@@ -46,14 +46,11 @@ class ChatClient:
         self.turns = 0  # calls so far
         self.over = False  # whether the agent is done
         self.reward = None  # the agent's own; if it stays None, the task's reward is asked
-        # "length" or "max_turns" if nothing is left after the last call. An error of the agent may
-        # come from that.
+        # "length" or "max_turns" if nothing is left, from which an agent's error may come.
         self.exhausted = None
         self.refused = None  # the same, if that call got no reply
         self.n_given_up = 0  # calls that were refused
-        # client.chat.completions.create is this object's `create`.
-        self.chat = self
-        self.completions = self
+        self.chat = self.completions = self  # for client.chat.completions.create
 
     async def create(
         self,
