@@ -26,19 +26,15 @@ def test_after_a_stop_or_error_in_an_evaluation_the_engine_sleeps(
     moves = []
     monkeypatch.setattr(train, "offload", lambda run, device: moves.append(device))
     task = types.SimpleNamespace(reward=lambda output, row: 1.0)
-    one = make_run(engine, background, task, tokenizer, args)
+    run = make_run(engine, background, task, tokenizer, args)
+    run.done = 3
     net = types.SimpleNamespace(model=hf_model(tiny_model), engine_dtype="as it is")
-    one.done = 3
-    one.policy = types.SimpleNamespace(net=net)
-    one.pool = types.SimpleNamespace(finish_running=lambda: None)
-    one.accelerator = types.SimpleNamespace(device="cpu")
-    one.log = types.SimpleNamespace(rollouts=lambda *_: None)
-    one.rows = {"val": make_rows(kind)}
-    one.learners = {}
-    one.stop.ask = lambda: kind == "x"
+    run.policy = types.SimpleNamespace(net=net)
+    run.pool = types.SimpleNamespace(finish_running=lambda: None)
+    run.accelerator = types.SimpleNamespace(device="cpu")
+    run.rows = {"val": make_rows(kind)}
+    run.stop.ask = lambda: kind == "x"
     with pytest.raises(error):
-        train.evaluate(one)
-    assert engine.state == "asleep" and moves == ["cpu", one.accelerator.device]
-    assert not engine.requests
-    engine.abort_all()
-    assert not engine.core.has_unfinished_requests()
+        train.evaluate(run)
+    assert engine.state == "asleep" and moves == ["cpu", "cpu"]
+    assert not engine.requests and not engine.core.has_unfinished_requests()

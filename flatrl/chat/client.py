@@ -111,10 +111,9 @@ class ChatClient:
         Returns the stop string that ended the reply, or None."""
         trajectory.count("turns")
         reply = trajectory.messages[-1]
-        stop_string = None
-        if text:
-            found = [string for string in sampling.get("stop", ()) if string in text]
-            stop_string = min(found, key=text.index, default=None)
+        text = text or ""
+        found = [string for string in sampling.get("stop", ()) if string in text]
+        stop_string = min(found, key=text.index, default=None)
         if stop_string:  # sampled, but not part of the reply
             text = text.split(stop_string)[0]
             reply["content"] = reply["content"].split(stop_string)[0]
@@ -174,18 +173,15 @@ class ChatClient:
             history = trajectory.identities
             return len(history) < len(messages) and history == identities[: len(history)]
 
-        earlier = max(
-            filter(is_extended, self.trajectories),
-            default=None,
-            key=lambda trajectory: len(trajectory.messages),
-        )
-        new_messages = messages[len(earlier.messages) :] if earlier else messages
+        extended = filter(is_extended, self.trajectories)
+        earlier = max(extended, key=lambda each: len(each.messages), default=None)
         if self.over or 0 < self.loop.args.max_assistant_turns <= self.turns:
             self._give_up("max_turns")
         loop = copy.copy(self.loop)
         loop.tokenizer = with_template_variables(loop.tokenizer, template)
         if earlier:
             trajectory = earlier
+            new_messages = messages[len(trajectory.messages) :]
             new_images = images[len(trajectory.images) :]
             stops = loop.stop_token_ids(self.sampling_params)
             stop_reason = trajectory.stop_reason
