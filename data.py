@@ -200,9 +200,12 @@ def _cut(row: dict, limit: int, length_of: Callable, tokenizer, side: str) -> di
             texts.append((message, "content"))
         else:
             texts += [(part, "text") for part in content or () if "text" in part]
-    texts.sort(key=lambda text: len(text[0][text[1]]), reverse=True)
 
-    for holder, key in texts:
+    def n_characters(text):
+        holder, key = text
+        return len(holder[key])
+
+    for holder, key in sorted(texts, key=n_characters, reverse=True):
         excess = length_of(row) - limit
         n_kept = n_tokens(holder[key]) - excess - n_tokens("...")
         if excess > 0 and n_kept > 0:
@@ -264,7 +267,8 @@ def stable_hash(*parts) -> int:
     """Returns an integer in [0, 2^63) that depends on the reprs of the parts alone.
 
     All ranks and a resumed run get the same one, unlike Python's `hash`, which is salted."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    text = repr(parts).encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
@@ -291,12 +295,15 @@ def by_unit(outputs: Outputs) -> Units:
     for unit, output in zip(index, outputs):
         response_lengths[unit] += len(output.response_ids)
         turn_rewards[unit] += sum(reward for _, reward in output.turn_rewards)
+    outcomes = [outcome(output) for output in last]
+    groups = [_group_label(output) for output in last]
+    prompts = [output.extra["prompt"] for output in last]
     return Units(
         # An explicit dtype, because user code may have changed torch's default.
-        outcomes=torch.tensor([outcome(output) for output in last], dtype=torch.float32),
+        outcomes=torch.tensor(outcomes, dtype=torch.float32),
         turn_rewards=torch.tensor(turn_rewards, dtype=torch.float32),
-        groups=torch.tensor([_group_label(output) for output in last]),
-        prompts=torch.tensor([output.extra["prompt"] for output in last]),
+        groups=torch.tensor(groups),
+        prompts=torch.tensor(prompts),
         response_lengths=torch.tensor(response_lengths),
         names=[output.unit for output in last],
         unit_of_row=torch.tensor(index),
@@ -306,7 +313,8 @@ def by_unit(outputs: Outputs) -> Units:
 def groups_with_signal(units: Units, values: N) -> set[int]:
     """Returns the groups whose units differ in their values, i.e. those with a learning signal."""
     values_of_group = defaultdict(set)
-    for group, value in zip(units.groups.tolist(), values.tolist()):
+    groups = units.groups.tolist()
+    for group, value in zip(groups, values.tolist()):
         values_of_group[group].add(value)
     return {group for group, values in values_of_group.items() if len(values) > 1}
 
@@ -329,8 +337,7 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     If there are images:
         images             B lists of PIL images, in which equal images are one object
         prefix_ids         (B, L) input_ids in which different images have different placeholders
-                           (`same_images`), so that equal prefixes have equal images. Without an
-                           image_token_id, rows with images share no prefix.
+                           (`same_images`), so that equal prefixes have equal images
     If an output has extra["told_prompt_ids"] (--hints):
         told               a dict like this one, for the same outputs with these prompts"""
 
@@ -371,10 +378,8 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
 class Batch(dict):
     """The outputs of a step, their tensors and their units, always aligned.
 
-    Its keys are the per-output tensors: those of `collate`, and those that the step adds, such
-    as batch["advantages"]. Row b of each belongs to outputs[b].
-
-    Its attributes are everything else:
+    Its keys are tensors of the outputs: those of `collate`, and those that the step adds, such as
+    batch["advantages"]. Row b of each belongs to outputs[b]. Its attributes are everything else:
         outputs   the B outputs
         units     their N units, see `by_unit`
         layout    the tokens of each unit as one sequence, see `EndToEnd`
@@ -390,9 +395,7 @@ class Batch(dict):
 
     @functools.cached_property
     def layout(self) -> "EndToEnd":
-        """The tokens of each unit laid end to end.
-
-        Computed once: later changes of the response_mask do not affect it."""
+        """The tokens of each unit laid end to end. Later changes of the mask do not affect it."""
         return EndToEnd(self)
 
     def select(self, rows: list[int]) -> "Batch":
@@ -407,9 +410,7 @@ class Batch(dict):
     def shaped_rewards(self) -> N:
         """The reward of each unit that estimators get: the sum of its token_rewards.
 
-        These are the shaped terminal reward and the turn rewards, times --reward_coef, minus the KL
-        with --kl_in reward."""
-        # Summed in float64: in float32 the sums of units with equal rewards may differ.
+        Summed in float64: in float32 the sums of units with equal rewards may differ."""
         return self.token_rewards.double().sum(1).float()
 
     @property
@@ -421,7 +422,7 @@ class Batch(dict):
     def mask_truncated(self):
         """Excludes units with a truncated output from the loss, and from the counts that divide it.
 
-        All rows of such a unit are excluded. They still count in their groups' advantages."""
+        They still count in their groups' advantages."""
         index = self.units.unit_of_row  # (B,)
         is_truncated = torch.isin(index, index[self["truncated"]])
         self["response_mask"][is_truncated] = 0
@@ -477,15 +478,13 @@ class EndToEnd:
         0      0 1 1 0 1 0 1 1
         1      0 1 1 0 0 0 0 0
 
-    One empty place precedes each turn, so that turns stay separate runs of 1s. Place 0 is always
-    empty. An output that continues its unit's previous output in the middle of a turn extends that
-    turn, without an empty place.
+    One empty place precedes each turn, so that turns stay separate runs of 1s. An output that
+    continues its unit's previous output in the middle of a turn extends that turn, without one.
 
     mask: (N, S) 1 at the places of tokens, 0 at empty ones. This is the estimators' mask.
     sampled: (B, T) True where a token was sampled, and so has a place.
     nearest_place: (B, T) the place s of the token or, if it was not sampled, of the last sampled
-        token before it. Before the first sampled token of an output it is that token's place. In
-        an output without sampled tokens it is 0."""
+        token before it, else of the output's first one; 0 in an output without any."""
 
     def __init__(self, batch: Batch):
         self.n_units = len(batch.units.outcomes)
@@ -502,7 +501,8 @@ class EndToEnd:
 
         units = batch.units.unit_of_row[:, None].expand_as(self.sampled)
         # Unit and place of the n sampled tokens, in the batch's order: (n,) each.
-        self.places = units[self.sampled], self.nearest_place[self.sampled].long()
+        places = self.nearest_place[self.sampled].long()
+        self.places = units[self.sampled], places
         self.mask = self.to_units(torch.ones_like(batch["response_mask"]))
 
     def _starts(self, batch: Batch, widths: list[int]) -> Tensor:
@@ -540,8 +540,11 @@ class EndToEnd:
 
 def _continues(output: AgentLoopOutput, previous: AgentLoopOutput) -> bool:
     """Returns whether an output goes on exactly where a previous one was cut in a turn."""
-    is_in_turn = any(previous.response_mask[-1:]) and any(output.response_mask[:1])
-    return is_in_turn and output.prompt_ids == previous.prompt_ids + previous.response_ids
+    ends_in_turn = any(previous.response_mask[-1:])
+    begins_in_turn = any(output.response_mask[:1])
+    if not (ends_in_turn and begins_in_turn):
+        return False
+    return output.prompt_ids == previous.prompt_ids + previous.response_ids
 
 
 def place_rewards(batch: Batch, terminal: N) -> NS:
@@ -600,10 +603,11 @@ def reward_parts(outputs: Outputs) -> dict[str, N]:
         is_dict = isinstance(output.reward, dict)
         parts.append(numeric_entries(output.reward) if is_dict else {})
     names = sorted(set().union(*parts) - {"score"})
-    return {
-        name: torch.tensor([part.get(name, math.nan) for part in parts], dtype=torch.float32)
-        for name in names
-    }
+    columns = {}
+    for name in names:
+        numbers = [part.get(name, math.nan) for part in parts]
+        columns[name] = torch.tensor(numbers, dtype=torch.float32)
+    return columns
 
 
 def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
@@ -644,7 +648,8 @@ def expanded_to_tokens(numbers, mask: NS, name: str) -> NS:
         given = f"shape {tuple(numbers.shape)}"
         if numbers.shape == mask.shape[:1]:
             numbers = numbers[:, None].expand_as(mask)
-        is_right = numbers.shape == mask.shape and numbers[mask.bool()].isfinite().all()
+        if numbers.shape == mask.shape:
+            is_right = numbers[mask.bool()].isfinite().all()
     need(
         is_right,
         f"{name} of the {given}: must be finite, and a tensor with one number for each unit, "
@@ -679,9 +684,7 @@ def columns_of(
     names: Sequence[str],
     device,
 ) -> dict:
-    """Returns the named tensors of a micro-batch's rows, (b, T), on a device; 0 for a filler.
-
-    T is that of the whole step, so results do not depend on the rows that come together."""
+    """Returns the named tensors of a micro-batch's rows, (b, T), on a device; 0 for a filler."""
     columns = {name: batch[name][micro.rows] for name in names}
     columns = to_device(columns, device)
     if micro.is_filler:
@@ -697,9 +700,8 @@ def count_globally(
 ) -> dict[str, float]:
     """Returns the counts of a mini-batch over all ranks: tokens, units and imitation_tokens.
 
-    The latter is 0 unless "imitation_mask" is among the names. rows: those of the whole mini-batch.
-    Nothing is communicated, because every rank holds the whole batch. batch["unit_tokens"], (B,):
-    the mask-1 tokens in the whole unit of each row."""
+    The latter is 0 unless "imitation_mask" is among the names. rows: those of the whole mini-batch,
+    which every rank holds. batch["unit_tokens"], (B,): see `Batch.count_unit_tokens`."""
     mask = batch["response_mask"][rows]
     n_imitated = 0
     if "imitation_mask" in names:
@@ -728,12 +730,10 @@ class MicroBatch:
         2     the cat ran off   4        2        ran off
         7     a dog             2        0        a dog
 
-    rows: their numbers in the batch.
-    lengths, shared: the table's columns.
     is_filler: True if it was added so that all ranks have equally many micro-batches. Its scores
         are dropped, and its masks are set to 0."""
 
-    rows: list[int]
+    rows: list[int]  # their numbers in the batch
     lengths: list[int]
     shared: list[int]
     is_filler: bool = False
@@ -780,8 +780,8 @@ def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
 def balance(lengths: list[int], n: int) -> list[list[int]]:
     """Deals the indices of some lengths to n shares of about equal total length.
 
-    The LPT rule of scheduling: the longest is dealt first (ties: lower index), each to the
-    lightest share so far. With fewer indices than n, some shares stay empty."""
+    The longest is dealt first (ties: lower index), each to the lightest share so far. With fewer
+    indices than n, some shares stay empty."""
     shares = [[] for _ in range(n)]
     totals = [0] * n
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
@@ -796,22 +796,19 @@ def balance(lengths: list[int], n: int) -> list[list[int]]:
 class Part:
     """Some rows of `whole`, a MicroBatch of all rows that have to be divided.
 
-    positions: the rows' positions in `whole`.
-    n_tokens: an upper bound on the tokens that go through the network for them. Parts may share a
-        prefix, which counts in each of them."""
+    n_tokens bounds the tokens that go through the network for them. Parts may share a prefix,
+    which counts in each of them."""
 
-    positions: list[int]
+    positions: list[int]  # in `whole`
     n_tokens: int
 
 
 def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
     """Cuts rows in prefix order into runs of neighbours that share prefixes.
 
-    A run has at most max_tokens tokens, where a token that rows share counts once. max_tokens is
-    at least the longest row.
-
-    A run that would get longer is cut between the neighbours that share least. Only its second
-    half is considered, so that no tiny run is left."""
+    A run has at most max_tokens tokens, where a token that rows share counts once. One that would
+    get longer is cut between the neighbours that share least. Only its second half is considered,
+    so that no tiny run is left."""
     runs = []
     n_rows = len(whole.rows)
     start = 0
@@ -839,8 +836,7 @@ def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
 def _fill_packed(whole: MicroBatch, max_tokens: int) -> list[Part]:
     """Divides rows into parts of at most max_tokens tokens, run by run.
 
-    First-fit decreasing: the longest run comes first, and each goes to the first part that has
-    room. max_tokens is at least the longest row."""
+    The longest run comes first, and each goes to the first part that has room."""
     runs = _cut_into_runs(whole, max_tokens)
     runs.sort(key=lambda run: run.n_tokens, reverse=True)
     positions = [[] for _ in runs]  # one list for each part; the last ones stay empty
@@ -856,7 +852,7 @@ def _fill_packed(whole: MicroBatch, max_tokens: int) -> list[Part]:
 def _fill_padded(whole: MicroBatch, max_tokens: int) -> list[Part]:
     """Divides rows into parts of at most max_tokens tokens, each padded to its longest row.
 
-    Rows of similar length come together. max_tokens is at least the longest row."""
+    Rows of similar length come together."""
     order = sorted(range(len(whole.rows)), key=whole.lengths.__getitem__, reverse=True)
     parts = []
     while order:
@@ -876,12 +872,10 @@ def micro_batches_of_this_rank(
 ) -> list[MicroBatch]:
     """Divides rows of the global batch into micro-batches, and returns those of this rank.
 
-    At most max_tokens tokens of a micro-batch go through the network. If a row is longer, its
-    length is the limit.
-        is_packed    a prefix that the rows share counts once
-        otherwise    padding counts, too
-    There are as few micro-batches as that allows, rounded up to a multiple of the number of ranks,
-    and they are about equal in size.
+    At most max_tokens tokens of a micro-batch, or the longest row, go through the network. If
+    packed, a prefix that rows share counts once; otherwise padding counts, too. There are as few
+    micro-batches as that allows, rounded up to a multiple of the number of ranks, and they are
+    about equal in size.
 
     All ranks get the same number of micro-batches, because DDP counts backward passes. A rank
     with fewer gets fillers."""
@@ -894,7 +888,8 @@ def micro_batches_of_this_rank(
     parts = _equal_parts(whole, max_tokens, n_ranks, fill)
     shares = balance([part.n_tokens for part in parts], n_ranks)
     # The largest first: the smaller ones fit into the memory that it leaves.
-    share = sorted(shares[dist.get_rank()], key=lambda k: -parts[k].n_tokens)
+    share = shares[dist.get_rank()]
+    share.sort(key=lambda k: -parts[k].n_tokens)
     micros = [whole.select(parts[k].positions) for k in share]
     n_missing = max(map(len, shares)) - len(micros)
     # A filler has the shortest row, because its results are not used.
@@ -911,7 +906,8 @@ def _equal_parts(
 ) -> list[Part]:
     """Divides rows into parts of about equal size: the micro-batches of all ranks.
 
-    fill(whole, budget) divides them into parts of at most `budget` tokens."""
+    fill(whole, budget) divides them into parts of at most `budget` tokens, which is at least the
+    longest row."""
     longest = max(whole.lengths)
     max_tokens = max(max_tokens, longest)
     n_needed = len(fill(whole, max_tokens))
@@ -988,9 +984,9 @@ def _pack_shared_prefixes(ids: BL, micro: MicroBatch) -> tuple[dict, BL]:
     if any(micro.shared):
         # The tokens that a row adds attend to keys and values of all tokens of the row.
         attended = [row_places for row_places, n in zip(places, n_added) if n]
-        ends = torch.tensor([len(row_places) for row_places in attended]).cumsum(0)
+        n_attended = [0, *map(len, attended)]
         inputs["key_index"] = torch.cat(attended)
-        inputs["cu_seqlens_k"] = torch.cat([torch.tensor([0]), ends]).int()
+        inputs["cu_seqlens_k"] = torch.tensor(n_attended).cumsum(0).int()
     return inputs, pad_sequence(places, batch_first=True)
 
 

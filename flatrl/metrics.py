@@ -73,18 +73,26 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     n = len(rollouts)
     rewards = units.task_rewards.tolist()
     prompt_lengths = [len(first.prompt_ids) for first, *_ in rollouts]
-    response_lengths = [sum(len(output.response_ids) for output in rollout) for rollout in rollouts]
+    response_lengths = []
+    for rollout in rollouts:
+        lengths = [len(output.response_ids) for output in rollout]
+        response_lengths.append(sum(lengths))
     num_turns = [last.num_turns for *_, last in rollouts]
-    totals = Counter(f"stop_reason/{last.stop_reason}" for *_, last in rollouts)
-    sums = [_summed_metrics(rollout) for rollout in rollouts]
-    seconds = {}
-    for name in ("generate_s", "tool_s"):
-        seconds[name] = [of_rollout.pop(name, 0.0) for of_rollout in sums]
-    for of_rollout in sums:
-        for name, value in of_rollout.items():
-            totals[f"rollout/{name}"] += value
+    stop_reasons = Counter(last.stop_reason for *_, last in rollouts)
+    result = {f"stop_reason/{reason}": count / n for reason, count in stop_reasons.items()}
 
-    result = {name: total / n for name, total in sorted(totals.items())}
+    sums = [_summed_metrics(rollout) for rollout in rollouts]
+    for name in ("generate_s", "tool_s"):
+        seconds = [of_rollout.pop(name, 0.0) for of_rollout in sums]
+        result[f"timing/{name}_min"] = min(seconds)
+        result[f"timing/{name}_mean"] = fmean(seconds)
+        result[f"timing/{name}_max"] = max(seconds)
+    totals = Counter()
+    for of_rollout in sums:
+        totals.update(of_rollout)
+    for name, total in sorted(totals.items()):
+        result[f"rollout/{name}"] = total / n
+
     result |= {
         "reward/mean": fmean(rewards),
         "reward/std": np.std(rewards),
@@ -93,7 +101,7 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
         "prompt_length/mean": fmean(prompt_lengths),
         "response_length/mean": fmean(response_lengths),
         "response_length/max": max(response_lengths),
-        "response_length/clipped_ratio": totals["stop_reason/length"] / n,
+        "response_length/clipped_ratio": stop_reasons["length"] / n,
         "num_turns/mean": fmean(num_turns),
         "num_turns/max": max(num_turns),
         "rollout/trajectories": n,
@@ -104,10 +112,6 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     if len(rewards_of_name) <= MAX_LOGGED_UNITS:
         for name, values in rewards_of_name.items():
             result[f"reward/{name}"] = fmean(values)
-    for name, values in seconds.items():
-        result[f"timing/{name}_min"] = min(values)
-        result[f"timing/{name}_mean"] = fmean(values)
-        result[f"timing/{name}_max"] = max(values)
     result |= _reward_parts(outputs)
     return {name: float(value) for name, value in result.items()}
 
@@ -116,17 +120,19 @@ def _summed_metrics(rollout: Outputs) -> Counter:
     """Returns the numbers in the metrics of a rollout's outputs, added up."""
     sums = Counter()
     for output in rollout:
-        for name, value in numeric_entries(output.metrics).items():
-            sums[name] += value
+        sums.update(numeric_entries(output.metrics))
     return sums
 
 
 def _reward_parts(outputs: Outputs) -> dict[str, float]:
     """Returns the mean of each number in the rewards that are dicts, except "score"."""
-    rewards = [output.reward for output in last_outputs(outputs)]  # a unit's outputs share one
-    parts = means([numeric_entries(reward) for reward in rewards if isinstance(reward, dict)])
-    parts.pop("score", None)
-    return {f"reward_part/{name}": part for name, part in sorted(parts.items())}
+    parts = []
+    for output in last_outputs(outputs):  # a unit's outputs share one reward
+        if isinstance(output.reward, dict):
+            parts.append(numeric_entries(output.reward))
+    mean_parts = means(parts)
+    mean_parts.pop("score", None)
+    return {f"reward_part/{name}": mean_parts[name] for name in sorted(mean_parts)}
 
 
 def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]:
@@ -154,10 +160,11 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
         for source, values in rewards_of_source.items():
             result[f"eval/{source}/reward"] = fmean(values)
 
-    row_means = [fmean(values) for values in grouped(prompts, rewards).values()]
+    rewards_of_row = grouped(prompts, rewards)
+    row_means = [fmean(values) for values in rewards_of_row.values()]
     n_rows = len(row_means)
-    deviation = float(np.std(row_means, ddof=min(1, n_rows - 1)))
-    result["eval/reward_stderr"] = deviation / n_rows**0.5
+    deviation = np.std(row_means, ddof=min(1, n_rows - 1))
+    result["eval/reward_stderr"] = float(deviation) / n_rows**0.5
 
     groups = units.groups.tolist()
     passed = (units.outcomes >= 1).tolist()
@@ -179,7 +186,9 @@ def pass_at(j: int, passed: list[bool]) -> float:
 
 def mean(x: Tensor) -> float:
     """Returns the mean, computed in float64; 0 if there are no elements."""
-    return x.double().mean().item() if len(x) else 0.0
+    if not len(x):
+        return 0.0
+    return x.double().mean().item()
 
 
 def means(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -196,7 +205,8 @@ def tokens_to_compare(batch: dict, version: int) -> tuple[Tensor, Tensor]:
 
     Both are (B, T). They must agree where the weights of this version sampled the token."""
     difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()
-    return difference, batch["response_mask"].bool() & (batch["versions"] == version)
+    is_current = batch["versions"] == version
+    return difference, batch["response_mask"].bool() & is_current
 
 
 def batch_metrics(batch, version: int, args) -> dict[str, float]:
@@ -225,8 +235,14 @@ def batch_metrics(batch, version: int, args) -> dict[str, float]:
         metrics["rollout/staleness_max"] = max(age.tolist(), default=0)
     if args.rollout_correction != "none":
         kind, low, high = args.correction
-        logprobs = batch["logprobs_old"], batch["logprobs_rollout"]
-        _, stats = losses.rollout_correction(kind, *logprobs, mask, low, high)
+        _, stats = losses.rollout_correction(
+            kind,
+            batch["logprobs_old"],
+            batch["logprobs_rollout"],
+            mask,
+            low,
+            high,
+        )
         averages = {name: mean(x[mask]) for name, x in stats.items()}
         weight = averages.pop("rollout_weight")
         square = averages.pop("rollout_weight_sq")
@@ -256,7 +272,8 @@ def disagreement(tokenizer, batch, version: int, difference: float, bound: float
     Of the tokens that the weights `version` sampled, it names the one where they differ most.
     difference: the mean, which exceeds bound. batch: a data.Batch."""
     differences, is_comparable = tokens_to_compare(batch, version)
-    largest = differences.where(is_comparable, -1).argmax().item()
+    differences = differences.where(is_comparable, -1)
+    largest = differences.argmax().item()
     row, position = divmod(largest, differences.shape[1])
     output = batch.outputs[row]
     text = tokenizer.decode(output.response_ids[position])

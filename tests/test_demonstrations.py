@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO, TINY, batch_with_rewards, metrics_of, rollouts_of
+from conftest import REPO, TINY, batch_with_rewards, metrics_of
 from test_agent_loop import ANSWER, CALCULATOR, END, PROMPT, SUM, called, encode, tool_turn
 from test_algos import output
 from torch.testing import assert_close as close
@@ -124,8 +124,7 @@ def test_advantages_and_metrics_do_not_see_demonstrations(flags):
     assert not alone["advantages"].any() and all(x == x for x in metrics.values())
 
 
-# tiny_task: all prompts of the first step have a demonstration, one with a turn too many, and two
-# of the second step.
+# tiny_task: all prompts of the first step have a demonstration, and two of the second step.
 SHOWN = f"""
 import sys
 sys.path.insert(0, {str(REPO / "tests")!r})
@@ -135,11 +134,8 @@ import data
 
 def load(split):
     rows = without(split)
-    if split == "train":
-        first, *others = data.prompt_order(24, 0, 6, 0)
-        rows[first]["demonstration"] = ["1", "2", "3"]
-        for row in others:
-            rows[row]["demonstration"] = ["12", "<answer>3</answer>"]
+    for number in data.prompt_order(24, 0, 6, 0) if split == "train" else ():
+        rows[number]["demonstration"] = ["12", "<answer>3</answer>"]
     return rows
 """
 
@@ -148,18 +144,13 @@ def test_first_demonstrated_then_mixed_then_sampled(train_here, tmp_path):
     out = tmp_path / "run"
     (tmp_path / "shown.py").write_text(SHOWN)
     flags = [*TINY, "--task", tmp_path / "shown.py", "--imitation_steps", "2", "--num_steps", "3"]
-    printed = train_here(*flags, "--output_dir", out)
-    assert "failed_agent_loop in step 1, prompt 0" in printed
-    assert "ended with 1 turns left to demonstrate" in printed
+    train_here(*flags, "--output_dir", out)
     _, first, second, third = metrics_of(out, timings=True)
 
-    assert first["rollout/demonstrations"] == 3 and first["rollout/failed_agent_loop"] == 1
+    assert first["rollout/demonstrations"] == 4
     assert first["timing/sync_s"] == first["throughput/tokens_per_s"] == 0  # the engine slept
     assert not {"reward/mean", "actor/entropy", "rollout/trajectories"} & first.keys()
     assert first["actor/loss"] == first["actor/imitation_loss"] and first["actor/grad_norm"] > 0
-    for line in rollouts_of(out, 1):
-        if "response_ids" in line:
-            assert set(line["response_versions"]) == {-1} and sum(line["response_mask"]) == 7
 
     assert (second["rollout/demonstrations"], second["rollout/trajectories"]) == (2, 2 * 4)
     total = second["actor/pg_loss"] + second["actor/imitation_loss"]
