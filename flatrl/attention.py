@@ -33,8 +33,7 @@ def packed_attention(
     tokens that a token sees, itself included. softcap: scores are softcap *
     tanh(scores / softcap). s_aux (H,): attention sinks.
 
-    Returns (1, P, H, D), and None for the weights. There is no dropout: a policy gradient needs
-    the network that sampled."""
+    Returns (1, P, H, D), and None for the weights. There is no dropout."""
     # Under autocast RoPE leaves query and key in float32, which flash attention doesn't take.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
@@ -66,8 +65,11 @@ def packed_attention(
     # split, not slices: the backward of a slice fills a tensor of the whole length every time.
     queries = query.split(cu_seqlens.diff().tolist(), dim=2)
     n_keys = cu_seqlens_k.diff().tolist()
-    sequences = zip(queries, key.split(n_keys, dim=2), value.split(n_keys, dim=2))
-    attended = [_attend(*sequence, scaling, window, softcap, s_aux) for sequence in sequences]
+    keys = key.split(n_keys, dim=2)
+    values = value.split(n_keys, dim=2)
+    attended = []
+    for sequence in zip(queries, keys, values):
+        attended.append(_attend(*sequence, scaling, window, softcap, s_aux))
     return torch.cat(attended, dim=2).transpose(1, 2), None
 
 
@@ -79,7 +81,9 @@ def _attend(query, key, value, scaling, window, softcap, sinks):
     m = key.shape[2]
     group_size = query.shape[1] // key.shape[1]
     sdpa = functools.partial(
-        F.scaled_dot_product_attention, scale=scaling, enable_gqa=group_size > 1
+        F.scaled_dot_product_attention,
+        scale=scaling,
+        enable_gqa=group_size > 1,
     )
     is_ordinary = softcap is None and sinks is None
     # Without a mask it is faster, even with a few queries too many.

@@ -37,7 +37,9 @@ def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
     An agent loop may set it itself. The output's prompt must begin with the row's, with or
     without the schemas of its tools; else this raises ValueError. More may follow, where a
     template rewrote the history. Without a hint, and in an evaluation, nothing is set."""
-    if "told_prompt_ids" in output.extra or not row.get("hint") or row["validate"]:
+    if not row.get("hint") or row["validate"]:
+        return
+    if "told_prompt_ids" in output.extra:
         return
     images = load_images(row.get("images") or ())
 
@@ -49,7 +51,8 @@ def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
         plain = ids_of(row["prompt"], schemas)
         told = ids_of(told_prompt(row), schemas)
         # After the hint both prompts are equal, up to where the assistant speaks.
-        n_equal = len(os.path.commonprefix([plain[::-1], told[::-1]]))
+        backwards = plain[::-1], told[::-1]
+        n_equal = len(os.path.commonprefix(backwards))
         n_plain = len(plain) - n_equal
         if output.prompt_ids[:n_plain] == plain[:n_plain]:
             told = told[: len(told) - n_equal]
@@ -60,10 +63,12 @@ def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
 
 def told_outputs(outputs: list[AgentLoopOutput]) -> list[AgentLoopOutput]:
     """Returns the outputs with the prompts that the teacher sees; [] if none has a hint."""
-    if not any("told_prompt_ids" in output.extra for output in outputs):
-        return []
     told = []
+    has_hints = False
     for output in outputs:
         prompt_ids = output.extra.get("told_prompt_ids", output.prompt_ids)
+        has_hints |= "told_prompt_ids" in output.extra
         told.append(replace(output, prompt_ids=prompt_ids, extra={}))
+    if not has_hints:
+        return []
     return told

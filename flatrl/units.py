@@ -17,4 +17,7 @@ def unit_of(output: AgentLoopOutput) -> tuple:
 
 def last_outputs(outputs: Outputs) -> Outputs:
     """Returns the last output of each unit, in the order of the units' first outputs."""
-    return list({unit_of(output): output for output in outputs}.values())
+    last = {}
+    for output in outputs:
+        last[unit_of(output)] = output
+    return list(last.values())

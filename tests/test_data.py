@@ -193,12 +193,10 @@ def test_collate_by_hand():
 
 
 @pytest.mark.parametrize("mask, turn_rewards, reward, expected", [
-    ([1, 1, 1], [], 2.0, [0, 0, 2]),
     ([1, 1, 0], [], 2.0, [0, 2, 0]),  # the terminal reward: on the last sampled token
     ([1, 1, 0, 0, 1], [(1, 0.5)], 2.0, [0, 0.5, 0, 0, 2]),
     ([1, 1, 0, 0, 1], [(3, 0.5)], 2.0, [0, 0.5, 0, 0, 2]),  # back to the last sampled token
     ([1, 1, 0, 0, 1], [(2, 0.5), (1, 0.25)], 2.0, [0, 0.75, 0, 0, 2]),  # they add up
-    ([1, 1], [(1, 0.5)], None, [0, 0.5]),
     ([1, 1], [(1, 0.5)], {"score": 1.0, "other": 7.0}, [0, 1.5]),
     ([0, 1], [(0, 0.5)], 1.0, [0, 1.5]),  # nothing was sampled before it: the first token
     ([0, 0], [(1, 0.5)], 1.0, [0, 0]),
@@ -212,8 +210,7 @@ def test_where_rewards_fall(mask, turn_rewards, reward, expected):
 
 
 def test_select_is_collate_of_some_outputs():
-    masks = [[1, 0, 1], [], [1], [0, 1, 1, 1, 0]]
-    outputs = [make_output([b + 1] * (4 - b), mask) for b, mask in enumerate(masks)]
+    outputs = [make_output([b + 1] * (4 - b), [1] * b) for b in range(4)]
     batch = data.collate(outputs) | {"name": torch.arange(4), "rows": [*range(4)]}
     for rows in ([2, 0], [3], [1, 2]):
         selected = data.select_rows(batch, rows)
