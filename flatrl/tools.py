@@ -5,6 +5,7 @@ import inspect
 import json
 import logging
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from os.path import commonprefix
@@ -171,10 +172,11 @@ class CallFormat:
 
     tokenizer: with the variables of the template. name: a parser of `vllm serve
     --tool-call-parser`, "template" (`TemplateParser`), or "auto": the first of all parsers that
-    reads most probes. Afterwards `name` is that of the parser, and `lost` lists the probes that it
-    does not read.
+    reads most probes. If the template writes no calls, "auto" means hermes, with a warning.
+    Afterwards `name` is that of the parser, and `lost` lists the probes that it does not read.
 
-    Raises BadInput if there is no such parser, and if it does not fit the tokenizer."""
+    Raises BadInput if there is no such parser, if it does not fit the tokenizer, and if "auto"
+    finds none that reads the template's calls."""
 
     def __init__(self, tokenizer, name: str = "auto"):
         self.tokenizer = tokenizer
@@ -203,14 +205,25 @@ class CallFormat:
                 break
         self.lost = [probe for probe in self.turns if probe not in read]
         if self.parser is None:
-            self._take_unread("hermes" if name == "auto" else name, self.turns)
+            self._take_unread(name)
         self._learn_tags()
 
-    def _take_unread(self, name, turns):
+    def _take_unread(self, name):
         """Takes a parser although it reads no probe. Raises BadInput if there is none."""
+        if name == "auto" and self.turns:
+            raise BadInput(
+                "no parser reads the calls that the chat template writes: give a --tool_parser for "
+                f"{self.turns['a call']!r:.200}"
+            )
+        if name == "auto":
+            name = "hermes"
+            warnings.warn(
+                "the chat template writes no tool calls, so the prompt has to describe them, in "
+                "the format of --tool_parser hermes", stacklevel=2
+            )
         try:
             if name == "template":
-                self.parser = TemplateParser(turns, self.opening_of(turns))
+                self.parser = TemplateParser(self.turns, self.opening_of(self.turns))
             else:
                 self.parser = vllm_parser(name, self.tokenizer)
             self.parser.extract_tool_calls("", _request("[]"))  # some need vLLM's own server
@@ -226,18 +239,19 @@ class CallFormat:
         """Yields the probes as the template writes them, and what precedes the id of a call.
 
         Some templates want arguments as JSON texts. Kimi's writes an id in place of a name."""
-        nine_digits = "00000100{}"
-        named = f"functions.{NAME}:{{}}"
-        for form, number_as in ((dict, nine_digits), (json.dumps, nine_digits), (dict, named)):
+        nine_digits = "00000100{number}"
+        kimi = "functions.{name}:{number}"
+        for form, id_form in ((dict, nine_digits), (json.dumps, nine_digits), (dict, kimi)):
             turns = {}
             for probe, (content, calls) in PROBES.items():
                 made = []
                 for number, (name, arguments) in enumerate(calls):
-                    made.append(function_call(number_as.format(number), name, form(arguments)))
+                    made_id = id_form.format(name=name, number=number)
+                    made.append(function_call(made_id, name, form(arguments)))
                 with suppress(Exception):  # templates raise whatever they like
                     turns[probe] = self._turn(content, made)
             if "a call" in turns:
-                before, found, _ = turns["a call"].partition(number_as.format(0))
+                before, found, _ = turns["a call"].partition(id_form.format(name=NAME, number=0))
                 yield turns, before[-8:] if found else None
 
     def _turn(self, content, calls):
@@ -374,10 +388,6 @@ class CallFormat:
     def check(self, schemas: list[dict]) -> Iterator[str]:
         """Tries the names of tools. Yields warnings. Raises BadInput if calls are not read."""
         if not self.turns:
-            yield (
-                "the chat template writes no tool calls, so the prompt has to describe them, in "
-                f"the format of --tool_parser {self.name}"
-            )
             return
         if len(self.lost) == len(self.turns):
             raise BadInput(

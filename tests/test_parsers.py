@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 
 import chat_templates
 import pytest
@@ -84,14 +85,41 @@ def test_a_call_that_was_cut_is_not_completed(tokenizer):
     assert calls[0]["arguments"] == {"q": "Zq1"} and calls[1]["error"]
 
 
-def test_ids_that_the_policy_gave_its_calls_stay(tokenizer):
-    other = chat_templates.tokenizer_for("mistral0.3", tokenizer)
-    turn = CallFormat(other).turns["two calls in a turn"].replace("00000100", "abcdefgh")
+KIMI = """
+{%- for m in messages %}
+    {{- '<|im_' + m.role + '|>' + m.content }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<|tool_calls_section_begin|>' if loop.first }}
+        {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+        {{- (call.function.arguments | tojson) + '<|tool_call_end|>' }}
+        {{- '<|tool_calls_section_end|>' if loop.last }}
+    {%- endfor %}
+    {{- '<|im_end|>' }}
+{%- endfor %}
+{{- '<|im_assistant|>' if add_generation_prompt }}"""
+
+
+@pytest.mark.parametrize("name, changes, ids", [
+    ("mistral0.3", {"00000100": "abcdefgh"}, ["abcdefgh0", "abcdefgh1"]),
+    ("kimi", {":0": ":7", ":1": ":8"}, ["functions.probe_look:7", "functions.probe_look:8"]),
+])  # fmt: skip
+def test_ids_that_the_policy_gave_its_calls_stay(name, changes, ids, tokenizer):
+    """Kimi's template writes the id, functions.NAME:NUMBER, and no name."""
+    if name == "kimi":
+        other = copy.deepcopy(tokenizer)
+        tokens = sorted({*re.findall(r"<\|\w+\|>", KIMI)})
+        other.add_tokens([AddedToken(each, normalized=False) for each in tokens])
+        other.chat_template = KIMI
+    else:
+        other = chat_templates.tokenizer_for(name, tokenizer)
+    turn = CallFormat(other).turns["two calls in a turn"]
+    for old, new in changes.items():
+        turn = turn.replace(old, new)
     _, calls = parse_tool_calls(turn, "auto", other, PROBED)
-    assert [call["id"] for call in calls] == ["abcdefgh0", "abcdefgh1"]
+    assert [call["id"] for call in calls] == ids
     message = {"role": "assistant"}
     set_tool_calls(message, "", calls, 1)
-    assert [call["id"] for call in message["tool_calls"]] == ["abcdefgh0", "abcdefgh1"]
+    assert [call["id"] for call in message["tool_calls"]] == ids
 
 
 PYTHONIC = """
