@@ -68,8 +68,7 @@ def start(args: train.Args, lengths: np.ndarray) -> SimpleNamespace:
     """Returns what `rollout.rollout` needs of a train.Run."""
     engine, policy = common.engine_and_policy(args)
     train.sync(engine, policy, 0)
-    user = User()
-    task = SimpleNamespace(reward=calculator.reward, INTERACTIONS=[user], lengths=lengths)
+    task = SimpleNamespace(reward=calculator.reward, INTERACTIONS=[User()], lengths=lengths)
     return SimpleNamespace(
         engine=engine,
         task=task,
@@ -108,13 +107,9 @@ def time_generate(run, rows: list[dict]) -> float:
     answer = [{"role": "user", "content": ANSWER}]
     suffix = chat_template(run.tokenizer).suffix(said, answer, stop=None)
     plain = FORCED | {"logprobs": 0, "detokenize": False}
-    seeds = itertools.count()
-
-    def parameters(n: int) -> SamplingParams:
-        return SamplingParams(**plain, max_tokens=n, seed=next(seeds))
-
-    turns = lengths.reshape(len(prompts), -1).T.tolist()
-    turns = [[*map(parameters, of_turn)] for of_turn in turns]
+    turns = []
+    for of_turn in lengths.reshape(len(prompts), -1).T.tolist():
+        turns.append([SamplingParams(**plain, max_tokens=n, seed=i) for i, n in enumerate(of_turn)])
     started = time.perf_counter()
     for of_turn in turns:
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]

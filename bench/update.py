@@ -11,6 +11,7 @@ must give the same logprobs. The table has the seconds of scoring and of an upda
 times flatrl's they are.
 """
 
+import operator
 import statistics
 import tempfile
 
@@ -25,15 +26,13 @@ from agent_loop import TokenOutput
 LR = 0.0  # the same work, and all sides keep the same weights
 COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
 # Prompts, and the tokens of each prompt and response. With 32 prompts none is shared.
-CASES = [
-    (4, 24, 64),
-    (4, 24, 256),
-    (4, 256, 64),
-    (4, 256, 256),
-    (4, 1024, 64),
-    (32, 24, 64),
-]
+CASES = [(4, 24, 64), (4, 24, 256), (4, 256, 64), (4, 256, 256), (4, 1024, 64), (32, 24, 64)]
 N_ROWS = 32
+WORKS = ("score", "update")
+LINE = (
+    "  {side:9} score {score_s:.3f} s, {score_ratio:.2f}"
+    "   update {update_s:.3f} s, {update_ratio:.2f}"
+)
 
 
 def share_nothing(batch: dict, rows: list[int]) -> data.MicroBatch:
@@ -114,26 +113,23 @@ class Bare:
 def measure(sides: dict, batch: dict, rounds: int) -> list[dict]:
     """Compares the sides' logprobs and times the sides by turns; prints and returns their rows."""
     ours = sides["flatrl"].score(batch)
-    times = {name: {"score": [], "update": []} for name in sides}
     for side in sides.values():
         torch.testing.assert_close(side.score(batch), ours, rtol=0, atol=1e-3)
         side.update(batch)  # a warm-up
+    times = {(name, work): [] for name in sides for work in WORKS}
     for _ in range(rounds):
-        for name, side in sides.items():
-            for work, seconds in times[name].items():
-                method = getattr(side, work)
-                seconds.append(common.seconds(method, batch))
+        for (name, work), seconds in times.items():
+            method = getattr(sides[name], work)
+            seconds.append(common.seconds(method, batch))
     rows = []
-    for name, of_side in times.items():
+    for name in sides:
         row = {"side": name}
-        print(f"  {name:9}", end="")
-        for work, seconds in of_side.items():
-            pairs = zip(seconds, times["flatrl"][work])
-            ratios = [theirs / ours for theirs, ours in pairs]
+        for work in WORKS:
+            seconds = times[name, work]
+            ratios = map(operator.truediv, seconds, times["flatrl", work])
             row[f"{work}_s"] = statistics.median(seconds)
             row[f"{work}_ratio"] = statistics.median(ratios)
-            print(f" {row[f'{work}_s']:9.3f} s {common.spread(ratios):>20}", end="")
-        print(flush=True)
+        print(LINE.format(**row), flush=True)
         rows.append(row)
     return rows
 
@@ -147,11 +143,9 @@ def main() -> None:
         model = common.random_model(folder, **common.LARGER, max_position_embeddings=4096)
         args = train.Args(model=model)
         accelerator = common.start(args)
-        sides = {
-            "flatrl": Flatrl(args, accelerator, data.in_prefix_order),
-            "unshared": Flatrl(args, accelerator, share_nothing),
-            "bare": Bare(args),
-        }
+        shared = Flatrl(args, accelerator, data.in_prefix_order)
+        unshared = Flatrl(args, accelerator, share_nothing)
+        sides = {"flatrl": shared, "unshared": unshared, "bare": Bare(args)}
         for n_prompts, P, R in CASES[: options.cases]:
             print(f"{n_prompts} prompts of {P}, responses of {R} tokens", flush=True)
             args.max_response_tokens = R
