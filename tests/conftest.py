@@ -254,24 +254,11 @@ def train_here(engine, tiny_model, monkeypatch, capsys):
     return train_with
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    """Where whole runs keep the models that tasks build."""
-    return tmp_path_factory.mktemp("cache")
-
-
 def clean_env() -> dict[str, str]:
     """Returns this process's environment without the variables that its own engine needed."""
     own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     own |= {"PYTHONDONTWRITEBYTECODE"}  # a run need not compile our modules again
     return {name: value for name, value in os.environ.items() if name not in own}
-
-
-def free_port() -> int:
-    """Returns a port that is free."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Process(subprocess.Popen):
@@ -289,22 +276,18 @@ class Process(subprocess.Popen):
         return self.output.read()
 
 
-@contextlib.contextmanager
-def started(
-    *flags: str, by: str = "", cache: Path, script: str = "train.py", cwd: Path = REPO, **env: str
-):
-    """Starts a training process, which is killed at the end with all that it has started.
+LAUNCHERS = {
+    "python": [],
+    "accelerate": ["-m", "accelerate.commands.launch"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
+}
 
-    by: its launcher, "accelerate" or "torchrun", with two ranks."""
-    launchers = {
-        "": [],
-        "accelerate": ["-m", "accelerate.commands.launch"],
-        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node=2"],
-    }
-    words = [*launchers[by], *(["--master_port", free_port()] if by == "torchrun" else [])]
-    env = {name: str(value) for name, value in env.items()}
-    env = clean_env() | {"XDG_CACHE_HOME": str(cache)} | env
-    process = Process(*words, script, *flags, env=env, cwd=cwd)
+
+@contextlib.contextmanager
+def started(*flags, by: str = "python", script: str = "train.py", cwd: Path = REPO, **env):
+    """Starts a training process, which is killed at the end with all that it has started."""
+    env = clean_env() | {name: str(value) for name, value in env.items()}
+    process = Process(*LAUNCHERS[by], script, *flags, env=env, cwd=cwd)
     try:
         yield process
     finally:
@@ -314,33 +297,12 @@ def started(
             process.wait()
 
 
-@contextlib.contextmanager
-def grouped(*flags: str, **more: str):
-    """Starts the two ranks of a group, as launchers do."""
-    group = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for rank in range(2):
-            rank = {"RANK": rank, "LOCAL_RANK": rank}
-            processes.append(stack.enter_context(started(*flags, **more, **group, **rank)))
-        yield processes
-
-
-def run(*flags: str, by: str = "", code: int = 0, **more: str) -> str:
-    """Returns the output of a training process, after checking its exit code.
-
-    by: as for `started`; or "ranks", those of `grouped`, of which the first one's is returned."""
-    is_group = by == "ranks"
-    with grouped(*flags, **more) if is_group else started(*flags, by=by, **more) as processes:
-        processes = processes if is_group else [processes]
-        outputs = [process.wait() for process in processes]
-    codes = [process.returncode for process in processes]
-    assert codes == [code] * len(processes), "\n".join(outputs)
-    return outputs[0]
-
-
-# ---------------------------------------------------------------- what runs have written
+def run(*flags, code: int = 0, **more) -> str:
+    """Returns the output of a training process, after checking its exit code."""
+    with started(*flags, **more) as process:
+        printed = process.wait()
+    assert process.returncode == code, printed
+    return printed
 
 
 def rows_of(file: Path) -> list[dict]:
@@ -364,6 +326,12 @@ def metrics_of(folder: Path, timings: bool = False) -> list[dict]:
         {name: value for name, value in row.items() if not name.startswith(measured)}
         for row in rows
     ]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def lines(file: Path) -> int:

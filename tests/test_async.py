@@ -10,7 +10,7 @@ import signal
 import psutil
 import pytest
 import torch
-from conftest import HANGS, TINY, grouped, lines, metrics_of, rollouts_of, started, wait_for
+from conftest import HANGS, TINY, lines, metrics_of, rollouts_of, started, wait_for
 from conftest import make_run as stage
 from test_algos import output as output_with
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
@@ -341,7 +341,7 @@ def test_rollout_corrections_and_their_bounds(flags, correction):
     assert args.clip_c == (3.0 if correction[0] == "bypass" else 0.0)
 
 
-def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
+def test_two_ranks_killed_resumed_and_interrupted(tmp_path):
     """By torchrun, whose Ctrl-C ends all ranks, with the last step saved."""
     out, diary = tmp_path / "run", tmp_path / "diary"
     env = {"TINY_TASK_PAUSE": "0.2", "TINY_TASK_DIARY": diary}
@@ -350,7 +350,7 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
         *["--algo", "ppo", "--offload", "all", "--eval_every", "0"],
         *["--max_staleness", "1", "--oversample", "1.5", "--output_dir", out],
     ]
-    with grouped(*flags, cache=cache, **env):
+    with started(*flags, by="torchrun", **env):
         wait_for(lambda: lines(out / "metrics.jsonl") >= 4)
 
     def newest():
@@ -360,7 +360,7 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
     assert json.loads(newest().read_text())["next_prompt"] == 4 * resumed
 
     diary.write_text("")
-    with started(*flags, "--resume", by="torchrun", cache=cache, **env) as launcher:
+    with started(*flags, "--resume", by="torchrun", **env) as launcher:
         # Or a later one: a busy machine may look only when this one is gone again.
         wait_for(lambda: int(newest().parent.name[5:]) >= resumed + 2)
         ranks = psutil.Process(launcher.pid).children()

@@ -366,7 +366,7 @@ def test_bad_images_are_found_early(args, processor, content, images, said):
         check_one(row, args, processor, max_images=1)
 
 
-def test_train_with_images(cache, tmp_path):
+def test_train_with_images(tmp_path):
     """Two ranks with a critic and a KL; one of them is sometimes without an image."""
     folder = tmp_path / "run"
     flags = [
@@ -377,7 +377,7 @@ def test_train_with_images(cache, tmp_path):
         *["--tokens_per_micro_batch", "160", "--gradient_checkpointing", "--shard"],
         *["--engine_args", SMALL_CACHE, "--output_dir", str(folder)],
     ]
-    said = run(*flags, by="ranks", cache=cache)
+    said = run(*flags, by="torchrun")
     assert PLACE not in said
     steps = metrics_of(folder)[1:]
     assert [row["step"] for row in steps] == [1, 2]

@@ -13,9 +13,9 @@ from train import Policy
 LINE = r"step +(\d+)   reward (\d\.\d{3})   loss +(-?\d+\.\d{4})   [\d.]+ s"
 
 
-def test_the_command_runs(tiny_model, cache):
+def test_the_command_runs(tiny_model):
     few = ["--steps", "1", "--prompts_per_step", "2", "--model", tiny_model]
-    printed = run(*few, script="examples/minimal_loop.py", cache=cache)
+    printed = run(*few, script="examples/minimal_loop.py")
     assert [step for step, _, _ in re.findall(LINE, printed)] == ["1"]
 
 

@@ -5,12 +5,12 @@ from conftest import TINY, metrics_of, run
 
 
 def test_a_run_on_a_team_gives_the_numbers_of_a_run_alone(
-    cache, train_here, tiny_model, tmp_path
+    train_here, tiny_model, tmp_path
 ):
     team, alone = tmp_path / "team", tmp_path / "alone"
     flags = [*TINY, "--algo", "ppo", "--max_staleness", "1", "--eval_every", "2"]
     flags += ["--model", tiny_model, "--output_dir"]
-    run(*flags, team, "--num_steps", "3", "--tp", "2", "--shard", by="ranks", cache=cache)
+    run(*flags, team, "--num_steps", "3", "--tp", "2", "--shard", by="torchrun")
     train_here(*flags, alone, "--num_steps", "1")
     rows, others = metrics_of(team, timings=True), metrics_of(alone)
     assert rows[0]["eval/reward"] == pytest.approx(others[0]["eval/reward"], rel=1e-3)

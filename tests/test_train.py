@@ -71,30 +71,27 @@ def check_log(folder: Path, largest_difference: float, first_update: int = 1) ->
     return rows
 
 
-def test_a_run_by_accelerate_and_its_replay_without_an_engine(cache, tmp_path):
+def test_a_run_by_accelerate_and_its_replay_without_an_engine(tmp_path):
     """Its engine keeps its memory when it sleeps."""
     out, again = tmp_path / "run", tmp_path / "again"
     flags = [*PPO, "--prompts_per_mini_batch", "2", "--kl_coef", "0.01", "--critic_warmup", "1"]
     awake = json.dumps({"enable_sleep_mode": False} | json.loads(SMALL_CACHE))
     more = ["--engine_args", awake, "--output_dir", out]
-    printed = run(*TINY, *flags, *more, by="accelerate", cache=cache)
+    printed = run(*TINY, *flags, *more, by="accelerate")
     rows = check_log(out, 1e-3, first_update=2)
     assert "rollout/logp_diff_max" not in rows[0] and "actor/pg_loss" not in rows[1]
     # The policy's schedule waits for the critic, too, and has a step less.
     assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0, 0, 1.5e-4])
     assert [row["actor/adam_steps"] for row in rows[1:]] == [0, 2, 4]
-    assert "logp_diff" in printed and "   3/3" in printed
-    assert "warning:" not in printed  # a sound run
-
+    assert "   3/3" in printed and "warning:" not in printed  # a sound run
     about = json.loads((out / "args.json").read_text())
     assert about["args"]["algo"] == "ppo" and about["args"]["dtype"] == "float32"
     assert about["args"]["max_model_len"] == 64 and about["args"]["lr"] == 3e-4
-    assert len(about["git"].split("-")[0]) == 40
 
     # A vLLM that can't be imported: it is not needed.
     (tmp_path / "vllm.py").write_text("raise RuntimeError('vLLM was imported')")
     more = ["--output_dir", again, "--replay", out]
-    printed = run(*flags, *more, cache=cache, PYTHONPATH=tmp_path)
+    printed = run(*flags, *more, PYTHONPATH=tmp_path)
     assert f"the trained policy is in {again}/final" in printed
     for row, repeated in zip(metrics_of(out)[1:], metrics_of(again), strict=True):
         same = {name: x for name, x in row.items() if not name.startswith("eval/")}
@@ -120,7 +117,7 @@ def growing(token_rewards, values, mask, state):
 """
 
 
-def test_a_sharded_run_in_bfloat16_resumes_to_the_last_digit(cache, tmp_path, tiny_model):
+def test_a_sharded_run_in_bfloat16_resumes_to_the_last_digit(tmp_path, tiny_model):
     """As on GPUs, with a sampler, which chooses replacements, too, and an estimator's state.
 
     Ranks have different numbers of micro-batches, and checkpoints keep more."""
@@ -136,8 +133,8 @@ def test_a_sharded_run_in_bfloat16_resumes_to_the_last_digit(cache, tmp_path, ti
         *["--adv_estimator", "growing", "--whiten_advantages", "false"],
     ]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    env = {"TINY_TASK_REWARD": "any", "cache": cache}
-    run(*flags, "--output_dir", whole, by="ranks", **env)
+    ranks = {"by": "torchrun", "TINY_TASK_REWARD": "any"}
+    run(*flags, "--output_dir", whole, **ranks)
 
     # As if it had been killed at the end of the third step.
     shutil.copytree(whole, resumed)
@@ -145,7 +142,7 @@ def test_a_sharded_run_in_bfloat16_resumes_to_the_last_digit(cache, tmp_path, ti
     shutil.rmtree(resumed / "final")
     # Where Adam's states, critic and reference are changes nothing.
     again = [*flags, "--offload", "all", "--output_dir", resumed, "--resume"]
-    assert "resuming after step 2" in run(*again, by="ranks", **env)
+    assert "resuming after step 2" in run(*again, **ranks)
     assert metrics_of(resumed) == metrics_of(whole)
 
     rows = check_log(whole, 0.2)[1:]
@@ -238,7 +235,6 @@ def test_a_model_is_evaluated_and_teaches_another(train_here, tmp_path):
     train_here(*learn, student, "--ref_model", final)
     model, info = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert "packed" not in (final / "config.json").read_text()
     means, sums = [], []
     for r in rollouts_of(teacher, 1):
         sampled = torch.tensor(r["response_mask"]).bool()
@@ -347,15 +343,11 @@ def test_defaults_pass_the_checks_and_flags_parse():
 @pytest.mark.parametrize("flags, said", [
     (dict(prompts_per_mini_batch=5), "must be a multiple of --prompts_per_mini_batch 5"),
     (dict(tokens_per_micro_batch=100), "--tokens_per_micro_batch 100 is less than the longest"),
-    (dict(max_model_len=512), "--max_model_len 512 leaves no room"),
     (dict(algo="rloo", group_size=1), "--adv_estimator rloo compares the"),
     (dict(algo="opd"), "--reward_coef 0 (--algo opd) learns from the KL to a teacher"),
     (dict(algo="gspo", rollout_correction="bypass"), "bypass is for --policy_loss ppo, not gspo"),
-    (dict(agent_args='{"tool_timeout": "x"}'), "tool_timeout must be a float, got 'x'"),
-    (dict(algo="opd", ref_model="x", kl_kind="top4"), "--kl_kind top4 is a loss, no reward of"),
     (dict(kl_coef=0.1, kl_kind="k1"), "--kl_kind k1 teaches nothing as a loss"),
     (dict(gamma=0.9), "--gamma has no effect with --adv_estimator grpo"),
-    (dict(max_staleness=1, deterministic=True), "--deterministic has no effect with --max_stale"),
     (dict(engine_args='{"tensor_parallel_size": 2}'), "can't be set here: it is a flag"),
 ])  # fmt: skip
 def test_flags_without_effect_or_sense_are_refused(flags, said):
@@ -380,7 +372,6 @@ def test_sampling_parameters():
 
 
 @pytest.mark.parametrize("change, said", [
-    ({"task": "no/such.py"}, "--task no/such.py: no such Python file"),
     ({"model": "runs/x/final"}, "runs/x/final: there is no such folder"),
     ({"max_prompt_tokens": 3}, "no prompt left: all 24 are longer than --max_prompt_tokens 3"),
     ({"algo": "sft"}, "--algo sft, --imitation_steps: no training row has a 'demonstration'"),
@@ -390,7 +381,6 @@ def test_input_that_is_wrong_ends_before_the_engine_starts(
     change, said, tiny_model, tmp_path, monkeypatch, process_group
 ):
     monkeypatch.setattr(train, "Engine", lambda *a: pytest.fail("the engine was built"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries
     monkeypatch.chdir(REPO)
     flags = {"task": "tests/tiny_task.py", "model": tiny_model, "output_dir": str(tmp_path / "x")}
     with pytest.raises(BadInput) as error:
@@ -428,7 +418,7 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
 
 def test_a_run_without_any_reward_ends(train_here, tmp_path):
     task = tmp_path / "task.py"
-    task.write_text(f"{SAMPLED}\nsampler = None\ndef reward(output, row):\n    return 1 / 0")
+    task.write_text("from tiny_task import *\n\ndef reward(output, row):\n    return 1 / 0")
     said = "no rollout has a reward: .*the first error: ZeroDivisionError: division by zero$"
     with pytest.raises(BadInput, match=said):
         train_here(*TINY, "--task", task, "--output_dir", tmp_path / "x")

@@ -22,7 +22,7 @@ RELEASED = ("train.py", "rollout.py", "agent_loop.py", "data.py", "losses.py",
 LEFT_OUT = ("report.py", "page.html", "notices.py", "watch.py", "trackers.py", "chat")
 
 
-def test_the_tasks_of_the_tutorial_train(tmp_path, cache, monkeypatch):
+def test_the_tasks_of_the_tutorial_train(tmp_path, monkeypatch):
     """With fewer rows and steps, and no git."""
     (tmp_path / "examples").mkdir()
     for name in RELEASED:
@@ -36,7 +36,7 @@ def test_the_tasks_of_the_tutorial_train(tmp_path, cache, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for task in ("lift", "orders"):
         [command] = [each for each in COMMANDS if f"--task {task}.py" in each]
-        printed = run(*shlex.split(command)[1:], *FEWER, cache=cache, cwd=tmp_path)
+        printed = run(*shlex.split(command)[1:], *FEWER, cwd=tmp_path, XDG_CACHE_HOME=tmp_path)
         assert "\nbuilding the model: done in " in printed
         first, last = metrics_of(tmp_path / "runs" / task)
         assert (first["step"], last["step"]) == (0, 1) and last["actor/grad_norm"] > 0
