@@ -15,7 +15,6 @@ import json
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import types
 from pathlib import Path
@@ -178,14 +177,6 @@ def output_of(mask: list[int], prompt=(1, 2), ids=None, version=0, logprob=-1.0,
     )
 
 
-def rewards_of_tokens(outputs: list):
-    """Returns the outputs' own rewards where they fall, (B, T)."""
-    import data
-
-    batch = data.make_batch(outputs)
-    return batch.layout.to_outputs(data.place_rewards(batch, batch.units.outcomes))
-
-
 def batch_with_rewards(outputs: list, args, **tensors):
     """Returns a batch with these tensors and its shaped rewards, and the metrics of those."""
     import data
@@ -261,21 +252,6 @@ def clean_env() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in own}
 
 
-class Process(subprocess.Popen):
-    """A Python process, whose output goes to a file."""
-
-    def __init__(self, *words, **more):
-        self.output = tempfile.TemporaryFile("a+", errors="replace")
-        command = [sys.executable, *map(str, words)]
-        super().__init__(command, stdout=self.output, stderr=subprocess.STDOUT, **more)
-
-    def wait(self, timeout: float = HANGS) -> str:
-        """Returns what it has printed up to its end."""
-        super().wait(timeout)
-        self.output.seek(0)
-        return self.output.read()
-
-
 LAUNCHERS = {
     "python": [],
     "accelerate": ["-m", "accelerate.commands.launch"],
@@ -287,7 +263,9 @@ LAUNCHERS = {
 def started(*flags, by: str = "python", script: str = "train.py", cwd: Path = REPO, **env):
     """Starts a training process, which is killed at the end with all that it has started."""
     env = clean_env() | {name: str(value) for name, value in env.items()}
-    process = Process(*LAUNCHERS[by], script, *flags, env=env, cwd=cwd)
+    command = list(map(str, [sys.executable, *LAUNCHERS[by], script, *flags]))
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=cwd, env=env, **output)
     try:
         yield process
     finally:
@@ -300,7 +278,7 @@ def started(*flags, by: str = "python", script: str = "train.py", cwd: Path = RE
 def run(*flags, code: int = 0, **more) -> str:
     """Returns the output of a training process, after checking its exit code."""
     with started(*flags, **more) as process:
-        printed = process.wait()
+        printed, _ = process.communicate(timeout=HANGS)
     assert process.returncode == code, printed
     return printed
 
@@ -338,11 +316,8 @@ def lines(file: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-# ---------------------------------------------------------------- time
-
-
-def wait_for(condition, seconds: float = HANGS) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + HANGS
     while not condition():
         assert time.monotonic() < deadline, "it hangs"
         time.sleep(0.02)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import batch_with_rewards, output_of, rewards_of_tokens
+from conftest import batch_with_rewards, output_of
 
 import data
 import losses
@@ -75,7 +75,7 @@ def test_kl_in_the_reward_by_hand():
     flags = dict(kl_coef=0.1, kl_kind="k1")
     batch, metrics = batch_with_rewards(OUTPUTS, Args(kl_in="reward", **flags), **tensors)
     close(batch.shaped_rewards, REWARDS - 0.05 * torch.tensor([4, 5, 1, 7]))
-    plain = rewards_of_tokens(OUTPUTS)
+    plain = batch.layout.to_outputs(batch_with_rewards(OUTPUTS, Args())[0].token_rewards)
     plain[1, 1] = 0  # the unit does not end there
     close(batch.layout.to_outputs(batch.token_rewards), plain - 0.05 * MASK)
     assert metrics["actor/kl"] == pytest.approx(0.5) and metrics["actor/kl_coef"] == 0.1

@@ -366,7 +366,7 @@ def test_two_ranks_killed_resumed_and_interrupted(tmp_path):
         ranks = psutil.Process(launcher.pid).children()
         assert len(ranks) == 2
         launcher.send_signal(signal.SIGINT)  # groups are always under way
-        output = launcher.wait()
+        output, _ = launcher.communicate(timeout=HANGS)
         assert psutil.wait_procs(ranks, timeout=HANGS)[1] == []
     assert f"resuming after step {resumed}" in output and "stopping" in output
     rows = metrics_of(out)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from conftest import output_of, rewards_of_tokens
+from conftest import batch_with_rewards, output_of
 from fixed_batch import batch_of as forest_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -203,7 +203,8 @@ def test_collate_by_hand():
 ])  # fmt: skip
 def test_where_rewards_fall(mask, turn_rewards, reward, expected):
     output = make_output([1], mask, turn_rewards=turn_rewards, reward=reward)
-    assert rewards_of_tokens([output]).tolist() == [expected]
+    batch, _ = batch_with_rewards([output], Args())
+    assert batch.layout.to_outputs(batch.token_rewards).tolist() == [expected]
     terminal = reward["score"] if isinstance(reward, dict) else reward or 0.0
     total = terminal + sum(r for _, r in turn_rewards)
     assert data.by_unit([output]).task_rewards.tolist() == [total] == [total_reward(output)]

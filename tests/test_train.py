@@ -371,23 +371,6 @@ def test_sampling_parameters():
     assert Args(temperature=0.7, eval_samples=4).sampling(validate=True)["temperature"] == 0.7
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"model": "runs/x/final"}, "runs/x/final: there is no such folder"),
-    ({"max_prompt_tokens": 3}, "no prompt left: all 24 are longer than --max_prompt_tokens 3"),
-    ({"algo": "sft"}, "--algo sft, --imitation_steps: no training row has a 'demonstration'"),
-    ({"num_steps": 0, "eval_every": -1}, "--num_steps 0 and --stop_at_reward need validation rows"),
-])  # fmt: skip
-def test_input_that_is_wrong_ends_before_the_engine_starts(
-    change, said, tiny_model, tmp_path, monkeypatch, process_group
-):
-    monkeypatch.setattr(train, "Engine", lambda *a: pytest.fail("the engine was built"))
-    monkeypatch.chdir(REPO)
-    flags = {"task": "tests/tiny_task.py", "model": tiny_model, "output_dir": str(tmp_path / "x")}
-    with pytest.raises(BadInput) as error:
-        train.setup(Args(**flags | change))
-    assert said in str(error.value) and "\n" not in str(error.value)
-
-
 def test_rows_that_are_dropped_are_counted_and_evaluations_have_no_hints(monkeypatch):
     monkeypatch.setattr(train.models, "load_tokenizer", lambda args, task: (None, None))
     monkeypatch.setattr(data, "filter_overlong", lambda rows, *more: [*rows[1:], more[2].hints])
@@ -408,11 +391,7 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
     with pytest.raises(BadInput, match="its tokens are another model's"):
         train.read_rollouts(file, 3)
     file.write_text(f"{line}\n{{\n", encoding="utf-8")
-    with pytest.raises(BadInput, match=r"step_000001.jsonl, line 2, is not a trajectory"):
-        train.read_rollouts(file, 4)
-    replaced = good | {"extra": good["extra"] | {"filtered": True}}
-    file.write_text(json.dumps(replaced))
-    with pytest.raises(BadInput, match="step_000001.jsonl has no trajectory to learn from"):
+    with pytest.raises(BadInput, match="line 2, is not a trajectory"):
         train.read_rollouts(file, 4)
 
 
