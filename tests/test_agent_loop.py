@@ -19,7 +19,7 @@ import pytest
 from conftest import HANGS, output_of, too_late
 
 import agent_loop
-from agent_loop import BadInput, LoopArgs, SingleTurnLoop, TokenOutput, ToolAgentLoop, ToolResponse
+from agent_loop import LoopArgs, SingleTurnLoop, TokenOutput, ToolAgentLoop, ToolResponse
 from examples import calculator
 
 # ---------------------------------------------------------------- what the template writes
@@ -311,14 +311,10 @@ def ask(function: str, n: int = 0) -> str:
     return f"asked {function} {n + 1} times"
 
 
-def raw_call(text: str) -> str:
-    return f"<tool_call>\n{text}\n</tool_call>"
-
-
 # name: (what the model says, what the tool "notes" answers, what the model reads)
 ERRORS = {
     "unknown tool": (call("subtract", a=1), None, r"subtract.*ask"),
-    "malformed JSON": (raw_call('{"name": "ask", "arguments": {"a": 1'), None, "well-formed"),
+    "malformed JSON": (call("ask", a=1).replace("}", ""), None, "well-formed"),
     "a missing argument": (call("ask", n=1), None, "ask: missing a required argument: 'function'"),
     "raises": (call("notes"), OSError("the disk is full"), "the disk is full"),
     "exits": (call("notes"), SystemExit(3), r"SystemExit\(3\)"),
@@ -470,6 +466,8 @@ def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
     assert output.turn_rewards == [(len(output.response_ids) - 1, 0.75)]
     calls = ("notes", {"text": "a"}), ("notes", {"text": "b"})
     assert output.messages[1]["tool_calls"] == called(*calls)  # the tool has copies
+    answered = [m["tool_call_id"] for m in output.messages if m["role"] == "tool"]
+    assert answered == ["000001000", "000001001", "000002000"]
 
 
 def test_a_tool_that_could_not_be_created_is_not_used_but_released(play):
@@ -542,18 +540,6 @@ def test_a_user_opens_the_conversation_answers_and_pays_until_it_is_done(play, t
     assert output.turn_rewards == [(first - 1, -0.5), (len(output.response_ids) - 1, 1.0)]
     assert output.metrics == {"interaction/quiz/asked": 2, "interaction_reward/quiz": 0.5}
     assert output.extra == {"unread": "Good."}  # its last words, which the policy does not read
-
-
-def test_which_interaction():
-    quiz, chat = Quiz(), Quiz()
-    chat.name = "chat"
-    both = SimpleNamespace(INTERACTIONS=[quiz, chat])
-    find = agent_loop.task_interaction
-    assert find(SimpleNamespace(INTERACTIONS=[quiz]), {}) is quiz
-    assert find(both, {"name": "chat"}) is chat
-    assert find(both, {}) is None
-    with pytest.raises(BadInput, match="chess"):
-        find(both, {"name": "chess"})
 
 
 @pytest.mark.parametrize("changes", [

@@ -114,38 +114,28 @@ def test_http_gives_the_same_outputs_as_in_process(play, tokenizer):
     assert_exact(there, remote)
 
 
-def test_only_the_key_lets_in(play, endpoint):
+def test_only_the_key_lets_in_and_from_loopback_only(play, endpoint):
     async def agent(client, prompt):
         (mine,) = endpoint.clients
         endpoint.clients["another"] = endpoint.clients[mine][0], "its key"
         strangers = [(mine, bearer(key)) for key in ("wrong", "\xe9", client.api_key[:-1])]
         strangers += [(mine, {}), ("another", bearer(client.api_key)), ("nobodys", {})]
         for place, headers in strangers:
-            for path, body in (
-                ("chat/completions", {"messages": PROMPT}),
-                ("reward", {"reward": 9.0}),
-            ):
-                answer = await post(client, path, body, headers, place)
-                assert answer.status_code == 401
+            for path in ("chat/completions", "reward"):
+                body = {"messages": PROMPT, "reward": 9.0}
+                assert (await post(client, path, body, headers, place)).status_code == 401
         del endpoint.clients["another"]
         await ask(client, *prompt)
+
+        ((bound,),) = [server.sockets for server in endpoint.server.servers]
+        host, port = bound.getsockname()
+        assert (host, endpoint.url) == ("127.0.0.1", f"http://127.0.0.1:{port}")
+        with pytest.raises(ConnectionRefusedError):  # an address of this machine as well
+            socket.create_connection(("127.0.0.2", port)).close()
 
     (output,), engine = play(agent, "2")
     assert_output(output, engine, (1, "2" + END))
     assert output.reward is None
-
-
-def test_the_server_listens_on_loopback_only(play, endpoint):
-    async def agent(client, prompt):
-        for server in endpoint.server.servers:
-            bound.extend(sock.getsockname() for sock in server.sockets)
-
-    bound = []
-    play(agent)
-    ((host, port),) = bound
-    assert (host, endpoint.url) == ("127.0.0.1", f"http://127.0.0.1:{port}")
-    with pytest.raises(ConnectionRefusedError):  # an address of this machine as well
-        socket.create_connection(("127.0.0.2", port)).close()
 
 
 def test_a_posted_reward_is_used_unless_the_agent_returns_one(play):

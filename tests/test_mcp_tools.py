@@ -17,8 +17,7 @@ from examples import mcp_tools
 
 SERVER = """
 import asyncio, os, sys
-from mcp.server.mcpserver import Context, Image, MCPServer
-from mcp.types import TextContent
+from mcp.server.mcpserver import Context, MCPServer
 
 server = MCPServer("test", log_level="CRITICAL")
 calls = []
@@ -39,10 +38,6 @@ def count_and_pid() -> str:
 def env_or_header(context: Context) -> str:
     return os.environ.get("MARK") or context.headers["x-key"]
 
-@server.tool(structured_output=False)
-def mixed() -> list:
-    return [TextContent(text="one"), Image(data=b"123", format="png")]
-
 if len(sys.argv) > 1:
     server.run("streamable-http", port=int(sys.argv[1]))
 else:
@@ -55,21 +50,22 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+def by_name(*command, **how) -> dict[str, mcp_tools.McpTool]:
+    return {tool.name: tool for tool in mcp_tools.mcp_tools(*command, seconds=HANGS, **how)}
+
+
 @pytest.fixture(params=["stdio", "http"])
 def tools(request, tmp_path) -> dict[str, mcp_tools.McpTool]:
     program = tmp_path / "server.py"
     program.write_text(SERVER)
     command = [sys.executable, str(program)]
     if request.param == "stdio":
-        tools = mcp_tools.mcp_tools(command, env={"MARK": "seen"}, seconds=HANGS)
-        yield {tool.name: tool for tool in tools}
+        yield by_name(command, env={"MARK": "seen"})
         return
     port = free_port()
     with subprocess.Popen([*command, str(port)]) as process:
         wait_for(lambda: listens(port))
-        url = f"http://127.0.0.1:{port}/mcp"
-        tools = mcp_tools.mcp_tools(url=url, headers={"x-key": "seen"}, seconds=HANGS)
-        yield {tool.name: tool for tool in tools}
+        yield by_name(url=f"http://127.0.0.1:{port}/mcp", headers={"x-key": "seen"})
         process.kill()
 
 
@@ -77,15 +73,13 @@ def test_calls_and_what_becomes_of_a_session(tools, background):
     """A call past its deadline leaves the session usable; a server that ends stays away.
 
     No call is sent twice."""
-    assert list(tools) == ["add", "count_and_pid", "env_or_header", "mixed"]
+    assert list(tools) == ["add", "count_and_pid", "env_or_header"]
     function = tools["add"].schema["function"]
-    assert function["description"] == "Adds two numbers."
     assert function["parameters"]["properties"]["a"]["type"] == "integer"
 
     async def calls():
         assert await tools["add"].execute("r", {"a": 2, "b": 3}, b=40) == "42"  # the row's kwargs
         assert await tools["env_or_header"].execute("r", {}) == "seen"
-        assert await tools["mixed"].execute("r", {}) == "one\n[image]"
         hanging = asyncio.create_task(tools["add"].execute("r", {"a": 1, "hang": True}))
         while not (told := await tools["count_and_pid"].execute("r", {})).startswith("2 "):
             await asyncio.sleep(0.01)
@@ -94,9 +88,8 @@ def test_calls_and_what_becomes_of_a_session(tools, background):
         assert hanging.cancelled()
         assert await tools["count_and_pid"].execute("r", {}) == told
         os.kill(int(told.split()[1]), signal.SIGKILL)
-        for _ in range(2):
-            with pytest.raises(MCPError):
-                await tools["add"].execute("r", {"a": 1})
+        with pytest.raises(MCPError):
+            await tools["add"].execute("r", {"a": 1})
 
     background.submit(calls()).result(HANGS)
 
@@ -107,18 +100,16 @@ def test_a_server_that_does_not_answer_is_named_at_import():
 
 
 def test_the_agent_loop_calls_the_bundled_server(tokenizer, background):
-    """With parallel calls, one of them wrong."""
     questions = {row["prompt"][0]["content"]: row for row in mcp_tools.load("train")}
     row = questions["What do 3 x lamp cost, delivered to Brindo?"]
-    lines = [
+    calls = [
         call("price", item="lump"),
-        call("price", item="lamp") + "\n" + call("delivery", town="Brindo"),
-        "<answer>109</answer>",
+        call("price", item="lamp"),
+        call("delivery", town="Brindo"),
     ]
-    loop = loop_of(Script(tokenizer, lines), mcp_tools, row, max_response_tokens=2000)
-    out = background.submit(loop).result(HANGS)
-    said = said_by(out, "tool")
-    assert said[0].startswith("Error: ") and "no 'lump'; there are: lamp, kettle," in said[0]
-    assert said[1:] == ["34", "7"]
+    engine = Script(tokenizer, ["\n".join(calls), "<answer>109</answer>"])
+    out = background.submit(loop_of(engine, mcp_tools, row, max_response_tokens=2000)).result(HANGS)
+    wrong, *said = said_by(out, "tool")
+    assert wrong.startswith("Error: ") and said == ["34", "7"]
     assert (out.metrics["tool_calls"], out.metrics["tool_errors"]) == (3, 1)
     assert mcp_tools.reward(out, row) == 1.0

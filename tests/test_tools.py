@@ -55,20 +55,13 @@ def pair(x: str, y: int = 2) -> str:
     return f"{x}{y}"
 
 
-class Box:
-    @documented
-    def method(self, x: str):
-        return x
-
-
-@pytest.mark.parametrize("name, function", [("pair", pair), ("method", Box().method)])
-def test_functions_that_are_tools(name, function):
-    tool = as_tool(function)
-    assert tool.name == tool.schema["function"]["name"] == name
+def test_a_function_that_is_a_tool():
+    tool = as_tool(pair)
+    assert tool.name == tool.schema["function"]["name"] == "pair"
     parameters = tool.schema["function"]["parameters"]
     assert parameters["properties"]["x"] == {"type": "string", "description": "A thing."}
     assert parameters["required"] == ["x"]
-    assert read(function, x="a").startswith("a")
+    assert read(pair, x="a") == "a2"
 
 
 @documented
