@@ -1,7 +1,6 @@
 """The algorithm in 160 lines: multi-turn GRPO in one process, with the parts of train.py.
 
     python examples/minimal_loop.py              # less than a minute on two CPU cores
-    python examples/minimal_loop.py --steps 40
 
 It trains the calculator task (examples/calculator.py), whose tiny model the first start builds in
 about a minute. In 20 steps the reward rises from 0.52 to 0.99. The loss of a policy gradient does
@@ -26,7 +25,7 @@ from pathlib import Path
 
 # Python looks for modules in the folder of this file, but ours are in its parent.
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
-from flatrl.launch import prepare_process
+from flatrl.launch import prepare_process, quiet_libraries
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # enough for a tiny model
@@ -38,7 +37,7 @@ import data
 import losses
 from agent_loop import AgentLoopOutput, ToolAgentLoop
 from examples import calculator
-from flatrl import devices, models, terminal
+from flatrl import devices, models
 from rollout import Engine, Session
 from train import Args, Policy, sync
 
@@ -48,8 +47,7 @@ SETTINGS = {
     "max_model_len": 128,  # tokens of prompt and response together
     "max_response_tokens": 64,
     "tokens_per_micro_batch": 16384,
-    # The default cache of 1 GB would be larger than this model needs.
-    "engine_args": '{"kv_cache_memory_bytes": 100000000}',
+    "engine_args": '{"kv_cache_memory_bytes": 100000000}',  # the default is 1 GB
 }
 
 
@@ -82,9 +80,9 @@ def main() -> None:
 
         # 4. Update: one step of the optimiser.
         loss = update(policy, optimizer, rollouts, advantages, args, device)
-        reward = rewards.mean()
         seconds = time.perf_counter() - started
-        print(f"step {step + 1:3d}   reward {reward:.3f}   loss {loss:7.4f}   {seconds:.1f} s")
+        results = f"reward {rewards.mean():.3f}   loss {loss:7.4f}   {seconds:.1f} s"
+        print(f"step {step + 1:3d}   {results}")
 
     print("\nA rollout of the last step:")
     for message in rollouts[0].messages:
@@ -94,7 +92,7 @@ def main() -> None:
 
 def load(model: str | None) -> tuple:
     """Returns settings, device, tokenizer, policy and engine. The engine sleeps."""
-    terminal.quiet_libraries()
+    quiet_libraries()
     args = Args(model=model, **SETTINGS)
     accelerator, _ = devices.start_processes(args)  # sets up torch.distributed, for one process
     device = accelerator.device
@@ -141,8 +139,7 @@ def update(policy, optimizer, rollouts, advantages, args, device) -> float:
     batch = data.collate(rollouts)
     n_tokens = batch["response_mask"].sum().item()
     total = 0.0
-    # Rows are packed without padding, if the model allows it, and a prompt that they share is
-    # computed once.
+    # Rows are packed without padding, and a prompt that they share is computed once.
     for micro in data.micro_batches_of_this_rank(
         batch, range(len(rollouts)), args.tokens_per_micro_batch, policy.is_packed
     ):
