@@ -833,13 +833,6 @@ def _checked_reward(reward, row, file):
 RUNNING, DONE, NO_SIGNAL = range(3)
 
 
-@dataclass(eq=False)
-class PromptGroup(Rollouts):
-    """All rollouts of one prompt, on the rank that runs them."""
-
-    unfinished: int = 0  # rollouts that have not ended
-
-
 @dataclass(eq=False, kw_only=True)
 class Pool:
     """Runs groups of rollouts on the background loop, and hands them out batch by batch.
@@ -884,8 +877,9 @@ class Pool:
         self.limit = self.first  # prompts with smaller numbers may start
         self.limit_changed = asyncio.Event()
         self.free_slots = asyncio.Semaphore(self._slots())  # for rollouts
-        # prompt -> PromptGroup, on this rank. The main thread takes only those that have ended.
+        # The Rollouts of each prompt on this rank. The main thread takes those that have ended.
         self.groups = {}
+        self.unfinished = {}  # prompt -> how many rollouts of its group have not ended
         self.n_without_signal = 0  # such groups in the batches so far, over all ranks
         self.printed = set()  # kinds of failures
         # Of this rank, for the next batch.
@@ -960,8 +954,9 @@ class Pool:
         """Starts the rollouts of a prompt. The caller has acquired room for the first one."""
         demonstration = self.demonstration(prompt)
         n_members = 1 if demonstration else self.n_members
-        group = PromptGroup(unfinished=n_members)
+        group = Rollouts()
         self.groups[prompt] = group
+        self.unfinished[prompt] = n_members
         for sample in range(n_members):
             if sample > 0:
                 await self.free_slots.acquire()
@@ -977,7 +972,7 @@ class Pool:
             self.engine.enter(member.name)
             self.tasks.create_task(self._run_member(group, member))
 
-    async def _run_member(self, group: PromptGroup, member: Member):
+    async def _run_member(self, group: Rollouts, member: Member):
         """Runs one rollout, adds its outputs or its error to the group, and starts its grader.
 
         The group's last rollout ends the group. Raises only if the pool is ended."""
@@ -997,8 +992,9 @@ class Pool:
             self.engine.leave(member.name)
             self.free_slots.release()
 
-        group.unfinished -= 1
-        if not group.unfinished:
+        self.unfinished[member.prompt] -= 1
+        if not self.unfinished[member.prompt]:
+            del self.unfinished[member.prompt]
             state = DONE
             if not member.demonstration and await self._has_no_signal(group):
                 state = NO_SIGNAL
@@ -1008,7 +1004,7 @@ class Pool:
             self.store.add("ended", 1)
             self.engine.poke()
 
-    def _start_grader(self, group: PromptGroup, member: Member, outputs: list[AgentLoopOutput]):
+    def _start_grader(self, group: Rollouts, member: Member, outputs: list[AgentLoopOutput]):
         """Adds compact copies of the outputs to the group, and starts a grader of the outputs.
 
         The copies get their rewards when all ranks have them: see `wait_for_rewards`."""
@@ -1031,7 +1027,7 @@ class Pool:
             return self._failure(kind, member, error)
         return [{name: getattr(output, name) for name in REWARD_FIELDS} for output in outputs]
 
-    async def _has_no_signal(self, group: PromptGroup) -> bool:
+    async def _has_no_signal(self, group: Rollouts) -> bool:
         """Returns whether all members have one outcome, once they are graded (DAPO, arXiv
         2503.14476, sec. 3.2). False without dynamic sampling; True if at most one member is left.
 
@@ -1201,13 +1197,8 @@ class Pool:
 
         No others start until the next `rollout`. Raises Stopped."""
         self._set_limit(0)
-        groups = list(self.groups.values())
-
-        finished = self._work_until(
-            lambda: not any(group.unfinished for group in groups),
-            "before the evaluation",
-            len(groups),
-        )
+        total = len(self.unfinished)
+        finished = self._work_until(lambda: not self.unfinished, "before the evaluation", total)
         gather_unless_stopped(None, not finished)
 
     def _set_limit(self, limit: int):
