@@ -242,18 +242,13 @@ def _difference(prompt, history):
 
 
 class ChatTemplate:
-    """What a model's chat template does.
+    """What a model's chat template does. `suffix` is what happens between two turns.
 
-        text, render            a whole chat
-        suffix                  what new messages add to one
-        read                    a turn that the policy sampled: its reasoning, and the rest
-        turn_ids                a turn that is given
-        check, check_prompt     whether a task's chats can be written
-        stops                   the ids that end a turn, those of the template included
-        answer_end, call_end    the ids with which it ends an answer and a turn with calls, or None
+    tokenizer: with the variables of the template. think_tags: the tags around reasoning.
+    stops: the ids that end a turn; the attribute has those of the template, too.
+    answer_end, call_end: the ids with which it ends an answer and a turn with calls, or None.
 
-    tokenizer: with the variables of the template. stops: the ids that end a turn. think_tags: the
-    tags around reasoning. Raises BadInput if the tokenizer has no chat template."""
+    Raises BadInput if the tokenizer has no chat template."""
 
     def __init__(self, tokenizer, stops: Iterable[int] = (), think_tags: str = "<think> </think>"):
         if not tokenizer.chat_template:
@@ -432,19 +427,14 @@ class ChatTemplate:
             return None
         found = self.texts.special_ids(alone + answered.partition(MARK)[0])
         if turn.get("tool_calls"):
+            inner = []
+            with suppress(Exception):  # templates raise whatever they like
+                two, _ = _made_up([USER, _calls(1, 2)])
+                _, _, between, _ = re.split(rf"{MARK}\d+", self.text(two))
+                inner = self.texts.special_ids(between)
             known = [token for token in found if token in self.stops]
-            inner = self.texts.special_ids(self._between_calls())
             found = known or [token for token in found if token not in inner]
         return found[0] if found else None
-
-    def _between_calls(self):
-        """Returns what the template writes between the arguments of two calls, or ""."""
-        two, _ = _made_up([USER, _calls(1, 2)])
-        first, second = _worded(two[1], 1)[1]
-        with suppress(Exception):  # templates raise whatever they like
-            text = self.text(two)
-            return text[text.index(first) : text.index(second)]
-        return ""
 
     def _token(self, number):
         """Returns the text of a token, "" for None."""
@@ -460,8 +450,11 @@ class ChatTemplate:
         Qwen3: ["<think>\\n", "\\n</think>\\n\\n", "", ""]. gpt-oss:
         ["<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>",
         "<|channel|>final<|message|>", ""]."""
+        thinking = THOUGHT
+        if self.shows_reasoning[True] and not self.shows_reasoning[False]:  # Gemma 4
+            thinking = _calls(1, reasoning_content="?")
         frames = []
-        for turn in (THOUGHT, ANSWER):
+        for turn in (thinking, ANSWER):
             chat, roles = _made_up([USER, turn])
             pieces = ["", ""]
             with suppress(Exception):  # templates raise whatever they like
@@ -472,6 +465,10 @@ class ChatTemplate:
                     pieces = found[:2]
             frames += pieces
         frames[3] = frames[3].partition(self._token(self.answer_end) or MARK)[0]
+        if thinking is not THOUGHT:  # a call follows the end of the thought
+            for end in self.texts.special_ids(frames[1])[:1]:
+                before, end, _ = frames[1].partition(self._token(end))
+                frames[1] = before + end
         return frames
 
     @functools.cached_property
