@@ -42,6 +42,7 @@ from uuid import uuid4
 from flatrl.bad_input import BadInput
 from flatrl.chat_template import (  # noqa: F401
     IN_TEXT,
+    PROMPT_TAIL,
     ChatTemplate,
     Recent,
     RewritesHistory,
@@ -278,10 +279,6 @@ def agent_loop_class(row: dict, task, args) -> type:
     return AGENT_LOOPS[name]
 
 
-# What the last output of a rollout says of the whole.
-OF_ROLLOUT = ("reward", "unit", "group", "metrics", "extra", "stop_reason")
-
-
 class Trajectory:
     """The messages and tokens of one rollout while it runs.
 
@@ -319,7 +316,7 @@ class Trajectory:
         self.unit = ""
         self.group = ""
         self.assistant_turns = 0
-        self.user_turns = 0  # as in verl, replies of tools count; for max_user_turns they do not
+        self.user_turns = 0  # replies of tools and users; max_user_turns counts those of users
         self.stop_id = None  # the stop token that ended the last assistant turn
         self.tool_calls = []  # in the last assistant turn, not executed yet
         self.finished = []  # AgentLoopOutputs of the sequences before the last fork
@@ -420,7 +417,8 @@ class Trajectory:
         if speaks or not self.finished:
             return [*self.finished, last]
         *earlier, before = self.finished
-        ended = {name: getattr(last, name) for name in OF_ROLLOUT}
+        names = ("reward", "unit", "group", "metrics", "extra", "stop_reason")
+        ended = {name: getattr(last, name) for name in names}
         end = len(before.response_ids) - 1
         rewards = before.turn_rewards + [(end, reward) for _, reward in last.turn_rewards]
         return [*earlier, replace(before, turn_rewards=rewards, **ended)]
@@ -446,9 +444,6 @@ class Trajectory:
             unit=self.unit,
             group=self.group,
         )
-
-
-END_OF_PROMPT = 64  # tokens in which the prompt may open a thought
 
 
 class AgentLoopBase:
@@ -598,7 +593,7 @@ class AgentLoopBase:
                 raise ValueError(
                     "the engine and the processor disagree about the tokens of the images: "
                     f"{len(out.prompt_ids)} against {len(prompt_ids)}")
-        before = trajectory.engine_ids[-END_OF_PROMPT:]  # may end with an opening <think> tag
+        before = trajectory.engine_ids[-PROMPT_TAIL:]  # may end with an opening <think> tag
         is_constrained = "structured_outputs" in sampling_params
         trajectory.add_sampled(out, trained=not is_constrained)
         trajectory.stop_reason = out.stop_reason
@@ -614,9 +609,8 @@ class AgentLoopBase:
     def _read_turn(self, before, ids):
         """Returns (message, text) for the ids of an assistant turn without its stop token.
 
-        The message's content and reasoning_content are separated by `ChatTemplate.read`, and
-        have no special tokens. A turn without reasoning has no reasoning_content. text is
-        the turn without its reasoning, with special tokens, because tool calls may need them.
+        Content and reasoning_content (if any) have no special tokens. text is the turn without
+        its reasoning, with special tokens, because tool calls may need them.
 
         before: the last tokens before the turn. Some templates end them with the start tag."""
         decode = self.tokenizer.decode
@@ -681,7 +675,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction = None
         self.interaction_kwargs = {}
         self.user_answers = 0  # answers of the simulated user so far
-        self.created = {}  # by tool name: why its `create` failed, or None
+        self.create_errors = {}  # of each tool that was created: its error, or None
         self.creating = asyncio.Lock()
 
     async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
@@ -699,7 +693,7 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory = self.start(row, self.schemas)
         try:
             await self._run_states(trajectory)
-            for name, problem in self.created.items():
+            for name, problem in self.create_errors.items():
                 if not problem:
                     reward = await self._call_at_end(trajectory, name, "calc_reward")
                     trajectory.record("tool", name, reward, None)
@@ -868,10 +862,10 @@ class ToolAgentLoop(AgentLoopBase):
     async def _execute(self, trajectory, name, arguments):
         """Runs a tool's `execute`, after its `create`, and returns a ToolResponse."""
         async with self.creating:  # parallel calls wait for the same `create`
-            if name not in self.created:
+            if name not in self.create_errors:
                 await self._create(trajectory, name)
-        if self.created[name]:
-            raise self.created[name]
+        if self.create_errors[name]:
+            raise self.create_errors[name]
         response = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
         reward = metrics = None  # a tuple's come before those of a ToolResponse in it
         if isinstance(response, tuple):
@@ -892,12 +886,12 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _create(self, trajectory, name):
         """Runs a tool's `create`. If that raises, the error is kept for every call of the tool."""
-        self.created[name] = RuntimeError(f"the tool {name!r} was cancelled in its `create`")
+        self.create_errors[name] = RuntimeError(f"the tool {name!r} was cancelled in its `create`")
         try:
             await self._tool_method(trajectory, name, "create")
-            self.created[name] = None
+            self.create_errors[name] = None
         except Exception as error:
-            self.created[name] = error
+            self.create_errors[name] = error
 
     async def _tool_method(self, trajectory, name, method, *arguments):
         """Calls a method of a tool with its keyword arguments in the row's tools_kwargs."""
@@ -948,7 +942,7 @@ class ToolAgentLoop(AgentLoopBase):
         """Releases the tools and the interaction, even after a failure or a cancellation.
 
         Errors are counted, and not raised."""
-        closers = [self._call_at_end(trajectory, name, "release") for name in self.created]
+        closers = [self._call_at_end(trajectory, name, "release") for name in self.create_errors]
         if self.interaction:
             finalize = self.interaction.finalize
             closers.append(self._ask_interaction(finalize, trajectory.request_id))

@@ -103,6 +103,7 @@ def _edited(value, edit):
 # ---------------------------------------------------------------- made-up chats
 
 MARK = "Probe"  # begins each word of a made-up chat
+PROMPT_TAIL = 64  # tokens at the end of a prompt, in which it may open a thought
 
 
 def call_id(turn: int, number: int) -> str:
@@ -188,7 +189,7 @@ class Recent:
     """The part of a growing chat that a suffix depends on. Its length does not grow.
 
     It is what precedes the assistant's first turn, the last earlier round of each kind, and the
-    latest turn. So a template can look back at the last turn with a thought, for example."""
+    latest round. So a template can look back at the last turn with a thought, for example."""
 
     def __init__(self):
         self.start = []
@@ -197,7 +198,7 @@ class Recent:
         self.n_seen = 0
 
     def of(self, messages: list[dict]) -> list[dict]:
-        """Returns the recent part of a chat, whose earlier part was seen in the last call."""
+        """Returns the recent part of a chat, which must continue that of the last call."""
         for message in messages[self.n_seen :]:
             if message["role"] == "assistant":
                 if self.latest:
@@ -220,11 +221,13 @@ def _kind(message):
 
 
 def _split(text, words):
-    """Returns a text up to the last of the words in it, and the rest. Raises RewritesHistory."""
+    """Returns a text up to the last of the words in it, and the rest.
+
+    Raises RewritesHistory unless all words are in the text."""
     places = [text.rfind(word) for word in words]
     if -1 in places:
         raise RewritesHistory("the chat template leaves out what the assistant said")
-    end = max(places) + len(words[0])
+    end = max(places) + len(words[0])  # all have the same length
     return text[:end], text[end:]
 
 
@@ -259,6 +262,7 @@ class ChatTemplate:
         start, end = map(re.escape, (self.think_start, self.think_end))
         self.empty_thought = re.compile(rf"{start}\s*{end}\s*")
         self._remembered_ids = functools.lru_cache(maxsize=64)(self.texts.ids)
+        # `problem` reads these two attributes, so they have a value before the right one is found.
         # A template for chats with tools alone (Hermes-2-Pro) raises without a list: [] will do.
         self.no_tools = None
         self.no_tools = [] if self.problem([USER]) else None
@@ -325,7 +329,7 @@ class ChatTemplate:
     ) -> list[int]:
         """Returns the ids that `new` messages (of tools or users) add after an assistant's turn.
 
-        They begin behind the stop token with which the policy ended the turn. With Qwen2.5, if it
+        They begin after the stop token with which the policy ended the turn. With Qwen2.5, if it
         sampled "Hi<|im_end|>" and the user says "2?", they are those of
 
             "\\n<|im_start|>user\\n2?<|im_end|>\\n<|im_start|>assistant\\n"
@@ -353,10 +357,9 @@ class ChatTemplate:
         The template gets words in place of what the assistant said. They show where the turn ends,
         and whether the template leaves some out."""
         *earlier, turn = history
-        content = turn.get("content") or ""
-        space = content[len(content.rstrip()) :]
+        said = turn.get("content") or ""
         if not turn.get("tool_calls"):
-            turn = turn | {"content": "?"}  # an empty answer says a word, too
+            turn = turn | {"content": "?"}  # becomes a word, even if the answer is empty
         elif self.hides_text_beside_calls:
             turn = turn | {"content": ""}
         chat = []
@@ -364,28 +367,32 @@ class ChatTemplate:
             is_said = message["role"] == "assistant"
             chat.append(_worded(message, number)[0] if is_said else message)
         turn, words = _worded(turn, len(chat))
-        before, end = _split(self.text([*chat, turn], tools), words)
-        after, tail = _split(self.text([*chat, turn, *new], tools, True), words)
+        head, tail = _split(self.text([*chat, turn], tools), words)
+        new_head, new_tail = _split(self.text([*chat, turn, *new], tools, True), words)
         # Qwen3 writes an empty thought into the last turn alone.
-        if self.empty_thought.sub("", before) != self.empty_thought.sub("", after):
+        if self.empty_thought.sub("", head) != self.empty_thought.sub("", new_head):
             raise RewritesHistory("the chat template changes an earlier message")
+
         usual = self.call_end if turn.get("tool_calls") else self.answer_end
-        stop_text = self._token(usual if stop is None else stop) or MARK
+        stop_text = self._token(usual if stop is None else stop) or MARK  # no text has MARK here
         # Between the last word and the stop token is what ends a call or a thought.
-        syntax, found, rest = tail.partition(stop_text)
-        if stop is None:
-            ends_alike = found and end.startswith(syntax)
-            return (found + rest if ends_alike else tail).removeprefix(space)
-        if not found or not end.strip().startswith(syntax.strip()):
-            raise RewritesHistory("the chat template ends this turn in another way")
-        return rest
+        syntax, found, rest = new_tail.partition(stop_text)
+        if stop is not None:
+            if not found or not tail.strip().startswith(syntax.strip()):
+                raise RewritesHistory("the chat template ends this turn in another way")
+            return rest
+        added = new_tail
+        if found and tail.startswith(syntax):  # the policy wrote the syntax, but no stop token
+            added = found + rest
+        space = said[len(said.rstrip()) :]  # which the policy wrote, and the template trims
+        return added.removeprefix(space)
 
     @functools.cached_property
     def looks_far_back(self) -> bool:
         """Whether a suffix depends on more of a chat than `Recent` keeps.
 
-        So it is with Cohere, whose template numbers all calls. Made-up chats show it, in which a
-        round follows two of its kind, or many of all kinds. This is tested, not proved."""
+        Cohere's template numbers all calls, for example. In the made-up chats that show it, a round
+        follows two of its kind, or many of all kinds. This is tested, not proved."""
         kinds = []
         for make in ROUNDS.values():
             if not self.problem([USER, *make(1), ANSWER, USER]).startswith("it raises"):
@@ -415,7 +422,7 @@ class ChatTemplate:
     def _end(self, turn, *reply):
         """Returns the id of the token that ends a made-up turn, or None.
 
-        It is the first special token behind the turn or, without one, that with which the next
+        It is the first special token after the turn or, without one, that with which the next
         message begins (GLM). Calls may have special tokens of their own. So a turn with calls ends
         at a known stop token, or else at the first one that is not between two calls."""
         chat, _ = _made_up([USER, turn, *reply])
@@ -444,12 +451,11 @@ class ChatTemplate:
 
     @functools.cached_property
     def frames(self) -> list[str]:
-        """What the template writes before a thought, from there to an answer, before an answer
-        without a thought, and after it, within a turn.
+        """Four texts that the template writes within a turn, each "" where there is none.
 
-        Qwen3: ["<think>\\n", "\\n</think>\\n\\n", "", ""]. gpt-oss:
-        ["<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>",
-        "<|channel|>final<|message|>", ""]."""
+        They stand before a thought, from there to an answer, before an answer without a thought,
+        and from an answer to the end of the turn. Those of gpt-oss begin "<|channel|>analysis",
+        "<|end|><|start|>assistant<|channel|>final" and "<|channel|>final"."""
         thinking = THOUGHT
         if self.shows_reasoning[True] and not self.shows_reasoning[False]:  # Gemma 4
             thinking = _calls(1, reasoning_content="?")
@@ -532,9 +538,9 @@ class ChatTemplate:
         prompt = self.text([HELLO], add_generation_prompt=True)
         _, written = _difference(prompt, self.text([HELLO, turn]))
         written = written.partition(self._token(stop))[0]
-        before = self.tokenizer.decode(prompt_ids[-64:]) or prompt
+        before = self.tokenizer.decode(prompt_ids[-PROMPT_TAIL:]) or prompt
         written = self._with_thought(written, turn, before)
-        # Behind the prompt, because some tokenizers put a space before words in other places.
+        # After the prompt, because some tokenizers put a space before words in other places.
         start = self.texts.ids(prompt)
         ids = self.texts.ids(prompt + written)
         if ids[: len(start)] == start:
@@ -564,13 +570,11 @@ class ChatTemplate:
 
     # -- what the template accepts
 
-    def problem(self, messages: list[dict], tools=None, after: Sequence[dict] = ()) -> str:
-        """Returns why the template does not write made-up messages, or "" if it does.
-
-        after: messages that precede them."""
+    def problem(self, messages: list[dict], tools=None, history: Sequence[dict] = ()) -> str:
+        """Returns why the template does not write made-up messages after a history, or ""."""
         chat, roles = _made_up(messages)
         try:
-            text = self.text([*after, *chat], tools)
+            text = self.text([*history, *chat], tools)
         except Exception as error:  # templates raise whatever they like
             return f"it raises {error!r:.200}"
         for word, role in roles.items():
@@ -605,16 +609,16 @@ class ChatTemplate:
             name = "a user's answer"
             rounds[name] = ROUNDS[name](1)
         warnings = []
-        for name, round in rounds.items():
+        for name, messages in rounds.items():
             # The prompt may end with a message that the round can't follow.
-            problem = self.problem([USER, *round, ANSWER, USER])
-            problem = problem or self.problem(round, tools, prompt)
+            problem = self.problem([USER, *messages, ANSWER, USER])
+            problem = problem or self.problem(messages, tools, prompt)
             if problem:
                 raise BadInput(
                     f"the model's chat template does not take {name}: {problem}. Choose another "
                     "model, or change the template (chat_template.jinja in the model's folder)"
                 )
-            chat, _ = _made_up([USER, *round])
+            chat, _ = _made_up([USER, *messages])
             stop = self.call_end if "tool_calls" in chat[1] else self.answer_end
             if self._outcome(chat[:2], chat[2:], stop, tools) is RewritesHistory:
                 warnings.append(f"rewrites the history at {name}, which begins a new sequence")
@@ -628,7 +632,7 @@ class ChatTemplate:
         return [f"the chat template {warning}" for warning in warnings]
 
     def _warnings_about(self, prompt, tools):
-        """Yields what the template does to a task's prompt and tools."""
+        """Yields warnings: tools that are ignored, a date, a message that is written again."""
         written = self.text(prompt, tools, True)
         if tools and written == self.text(prompt, None, True):
             yield "ignores tools: the policy does not see any. Describe them in the prompt"

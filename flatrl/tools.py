@@ -147,6 +147,7 @@ SCHEMAS = [
     _schema("probe_now"),
 ]
 CALL = (NAME, {"q": "Zq1"})
+BESIDE = "a text beside a call"
 MIXED = (NAME, {"q": 'ü\n"1" Zq1', "on": True, "x": 0.5, "o": {"a": [1, None]}})
 # A turn of the assistant: the text before its calls, and the calls.
 PROBES = {
@@ -155,7 +156,7 @@ PROBES = {
     "arguments of all types": ("", [MIXED]),
     "a call without arguments": ("", [("probe_now", {})]),
     "two calls in a turn": ("", [CALL, (NAME, {"q": "Zq2", "n": 2})]),
-    "a text beside a call": ("Beside.", [CALL]),
+    BESIDE: ("Beside.", [CALL]),
 }
 # Of parsers that read equally many probes, the first is taken. Those in LAST read other models'
 # formats as well.
@@ -338,9 +339,9 @@ class CallFormat:
         return False
 
     def opening_of(self, turns):
-        """Returns a function of tools' names that gives a pattern for the start of a call.
+        """Returns a function: the tools' names -> a regular expression for the start of a call.
 
-        It is the first tag that only calls have or, in a format without tags, what stands before
+        That is the first tag that only calls have or, in a format without tags, what stands before
         and after a tool's name."""
         texts = [text.partition("probe_")[0] for probe, text in turns.items() if probe != BESIDE]
         opening = commonprefix(texts)
@@ -408,9 +409,6 @@ class CallFormat:
                 raise BadInput(
                     f"--tool_parser {self.name} does not read calls of the tool {name!r}: rename it"
                 )
-
-
-BESIDE = "a text beside a call"
 
 
 def _loose(text):

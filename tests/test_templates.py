@@ -405,13 +405,6 @@ def test_a_block_that_the_prompt_opened(said, reasoning, content, tokenizer):
         assert output.messages[-1]["reasoning_content"] == ""
 
 
-def test_a_thought_that_the_question_has_too_is_left_out_all_the_same(tokenizer):
-    template = template_of("deepseek-r1", tokenizer)
-    turn = {"role": "assistant", "reasoning_content": "1", "content": "2"}
-    with pytest.raises(RewritesHistory):
-        template.suffix([*PROMPT, turn], PROMPT, template.answer_end)
-
-
 def test_other_tags_also_where_they_are_special_tokens(tokenizer):
     other = copy.deepcopy(tokenizer)
     tags = [AddedToken(tag, special=True, normalized=False) for tag in ("[THINK]", "[/THINK]")]
@@ -498,11 +491,6 @@ def test_a_template_for_chats_with_tools_takes_no_others(tokenizer):
     try_out(other, PROMPT, refused="does not take this prompt: it takes chats with tools only")
 
 
-def test_earlier_reasoning_of_a_prompt_may_be_dropped(qwen3):
-    prompt = [ADDS, {"role": "assistant", "reasoning_content": "Easy.", "content": "3"}, ADDS]
-    try_out(qwen3, prompt)
-
-
 # name: (what the template says of a message, the words of the warning)
 SYSTEM_AGAIN = "m.content + (messages[0].content if m.role == 'user' and loop.last else '')"
 WARNED = {
@@ -537,12 +525,6 @@ def test_the_date_may_be_fixed(tokenizer):
 
 
 # ---------------------------------------------------------------- found by reading
-
-
-def test_a_user_is_tried_without_tools_that_the_task_does_not_have(tokenizer):
-    """Mistral's template writes tools in front of the last user, so with them it would fork."""
-    template = template_of("mistral0.3", tokenizer)
-    assert template.check([ADDS], [], has_user=True) == []
 
 
 def test_a_rows_texts_are_made_fit_for_a_tokenizer():
