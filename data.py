@@ -38,7 +38,6 @@ from agent_loop import (
     AgentLoopOutput,
     agent_loop_class,
     chat_template,
-    numeric_entries,
     outcome,
     render,
     row_kwargs,
@@ -46,11 +45,12 @@ from agent_loop import (
     task_interaction,
     with_template_variables,
 )
-from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401
+from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401 (re-exported)
 from flatrl.bad_input import need, refusing
 from flatrl.devices import to_device
 from flatrl.hints import told_outputs, told_prompt
 from flatrl.launch import Bar
+from flatrl.metrics import grouped, parts_of_units
 from flatrl.processes import on_main
 from flatrl.rows import (
     as_text,
@@ -59,7 +59,7 @@ from flatrl.rows import (
     check_tokenizer,
     tool_schemas,
 )
-from flatrl.tables import Rows, prompt_order, read_files  # noqa: F401
+from flatrl.tables import Rows, prompt_order, read_files  # noqa: F401 (re-exported)
 from flatrl.units import Outputs, last_outputs, unit_of
 from flatrl.vision import expand, load_images, same_images
 from losses import BT, NS, B, N, Turns
@@ -146,9 +146,10 @@ def demonstrated(rows: Sequence[dict], only: bool) -> Sequence[dict]:
 def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None) -> Sequence[dict]:
     """Checks rows and tokenizer, and returns the rows whose prompts are not too long.
 
-    The limit is args.max_prompt_tokens tokens of the rendered prompt. With --prompt_truncate_side
-    longer prompts are cut first. `_checked_length`, `check_tokenizer` and, if args play
-    demonstrations, `check_demonstration` list what is checked. The main rank does it for all.
+    The limit is args.max_prompt_tokens tokens of the rendered prompt. With prompt_truncate_side, a
+    key of --agent_args, longer prompts are shortened in place first. `_checked_length`,
+    `check_tokenizer` and, if args play demonstrations, `check_demonstration` list what is checked.
+    The main rank does it for all.
 
     Raises BadInput if a check fails, or if no prompt is short enough."""
     if not rows:
@@ -160,10 +161,13 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
         return _checked_length(row, chat_tokenizer, task, args, processor)
 
     if args.prompt_truncate_side != "none":
-        side = args.prompt_truncate_side
-        uncut = rows
-        cut = lambda number: _cut(uncut[number], limit, length_of, chat_tokenizer, side)
-        rows = Rows(cut, range(len(uncut)))
+        given = rows
+
+        def shortened(number: int) -> dict:
+            side = args.prompt_truncate_side
+            return _shorten_prompt(given[number], limit, length_of, chat_tokenizer, side)
+
+        rows = Rows(shortened, range(len(given)))
 
     def check_all() -> np.ndarray:
         lengths = [length_of(row) for row in Bar(rows, "prompts")]
@@ -184,7 +188,7 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     return Rows(rows.__getitem__, fitting)
 
 
-def _cut(row: dict, limit: int, length_of: Callable, tokenizer, side: str) -> dict:
+def _shorten_prompt(row: dict, limit: int, length_of: Callable, tokenizer, side: str) -> dict:
     """Shortens the texts of a row's prompt, in place, until the prompt has `limit` tokens.
 
     The longest text comes first, and keeps its `side` (`shorten`). If there is too little to cut,
@@ -311,12 +315,9 @@ def by_unit(outputs: Outputs) -> Units:
 
 
 def groups_with_signal(units: Units, values: N) -> set[int]:
-    """Returns the groups whose units differ in their values, i.e. those with a learning signal."""
-    values_of_group = defaultdict(set)
-    groups = units.groups.tolist()
-    for group, value in zip(groups, values.tolist()):
-        values_of_group[group].add(value)
-    return {group for group, values in values_of_group.items() if len(values) > 1}
+    """Returns the labels of groups whose units differ in their values: a learning signal."""
+    values_of_group = grouped(units.groups.tolist(), values.tolist())
+    return {group for group, of_group in values_of_group.items() if len(set(of_group)) > 1}
 
 
 def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
@@ -479,7 +480,8 @@ class EndToEnd:
         1      0 1 1 0 0 0 0 0
 
     One empty place precedes each turn, so that turns stay separate runs of 1s. An output that
-    continues its unit's previous output in the middle of a turn extends that turn, without one.
+    continues its unit's previous output in the middle of a turn extends that turn, without one:
+    output 1 would have the places 5 6.
 
     mask: (N, S) 1 at the places of tokens, 0 at empty ones. This is the estimators' mask.
     sampled: (B, T) True where a token was sampled, and so has a place.
@@ -495,14 +497,13 @@ class EndToEnd:
         starts = self._starts(batch, widths.sum(1).tolist())  # (B, 1)
         # Tokens that were not sampled have width 0, so they get the place of the last sampled one
         # before them or, by the clamp, of the output's first. Above: 1 2 2 2 4, 6 7, and 1 1 2.
-        places = widths.cumsum(1, dtype=torch.int32) + (starts - 1)
-        places.clamp_(min=starts + 1)
-        self.nearest_place = places.where(self.sampled.any(1, keepdim=True), 0)
+        nearest = widths.cumsum(1, dtype=torch.int32) + (starts - 1)
+        nearest.clamp_(min=starts + 1)
+        self.nearest_place = nearest.where(self.sampled.any(1, keepdim=True), 0)
 
         units = batch.units.unit_of_row[:, None].expand_as(self.sampled)
         # Unit and place of the n sampled tokens, in the batch's order: (n,) each.
-        places = self.nearest_place[self.sampled].long()
-        self.places = units[self.sampled], places
+        self.places = units[self.sampled], self.nearest_place[self.sampled].long()
         self.mask = self.to_units(torch.ones_like(batch["response_mask"]))
 
     def _starts(self, batch: Batch, widths: list[int]) -> Tensor:
@@ -598,13 +599,9 @@ def reward_parts(outputs: Outputs) -> dict[str, N]:
     """Returns the numbers in the units' reward dicts, except "score": {name: (N,)}.
 
     NaN where a unit's reward has none of that name, or is no dict."""
-    parts = []  # of each unit
-    for output in last_outputs(outputs):
-        is_dict = isinstance(output.reward, dict)
-        parts.append(numeric_entries(output.reward) if is_dict else {})
-    names = sorted(set().union(*parts) - {"score"})
+    parts = parts_of_units(outputs)
     columns = {}
-    for name in names:
+    for name in sorted(set().union(*parts)):
         numbers = [part.get(name, math.nan) for part in parts]
         columns[name] = torch.tensor(numbers, dtype=torch.float32)
     return columns
@@ -700,7 +697,7 @@ def count_globally(
 ) -> dict[str, float]:
     """Returns the counts of a mini-batch over all ranks: tokens, units and imitation_tokens.
 
-    The latter is 0 unless "imitation_mask" is among the names. rows: those of the whole mini-batch,
+    The last is 0 unless "imitation_mask" is among the names. rows: those of the whole mini-batch,
     which every rank holds. batch["unit_tokens"], (B,): see `Batch.count_unit_tokens`."""
     mask = batch["response_mask"][rows]
     n_imitated = 0
@@ -719,11 +716,12 @@ def count_globally(
 
 @dataclass
 class MicroBatch:
-    """Rows of a batch that go through the network together, in prefix order.
+    """Rows of a batch in prefix order: those that go through the network together.
 
-    In prefix order, rows with a common prefix are neighbours: the members of a group begin with
-    their prompt, the forks of a rollout with its history. Each row then adds only the tokens
-    that it does not share with the row before it:
+    (`whole` in the functions below has the same form: all the rows that are to be divided.)
+    Rows with a common prefix are neighbours: the members of a group begin with their prompt, the
+    forks of a rollout with its history. Each row then adds only the tokens that it does not share
+    with the row before it:
 
         row   its tokens        length   shared   it adds
         5     the cat sat       3        0        the cat sat
@@ -823,7 +821,7 @@ def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
         if sizes[-1] > max_tokens and len(sizes) > 1:
             # Cut before the row of the second half that shares least with the row before it.
             # Backwards, so that `min` takes the last of equals.
-            middle = (start + end - 1) // 2  # the next run begins at middle + 1 or later
+            middle = (start + end - 1) // 2  # of rows 0 to 5 it is 2: cut before 3, 4 or 5
             second_half = range(end - 1, middle, -1)
             end = min(second_half, key=whole.shared.__getitem__)
         positions = list(range(start, end))
@@ -907,14 +905,12 @@ def _equal_parts(
     """Divides rows into parts of about equal size: the micro-batches of all ranks.
 
     fill(whole, budget) divides them into parts of at most `budget` tokens, which is at least the
-    longest row."""
+    longest row. Bisects for a smaller budget that needs no more micro-batches: parts then have
+    about equal size. It may not be the smallest one, as a larger budget can need more parts."""
     longest = max(whole.lengths)
     max_tokens = max(max_tokens, longest)
     n_needed = len(fill(whole, max_tokens))
     at_most = math.ceil(n_needed / n_ranks) * n_ranks  # the same number for each rank
-
-    # Bisect for a smaller budget that still needs at most `at_most` parts; parts then have about
-    # equal size. It may not be the smallest one, because a larger budget can need more parts.
     low = longest
     high = max_tokens
     while low < high:
@@ -959,9 +955,9 @@ def _pack_shared_prefixes(ids: BL, micro: MicroBatch) -> tuple[dict, BL]:
     """Packs the tokens that each row of a micro-batch adds.
 
     ids: the token ids of its rows. Returns a model's inputs (see `pack_rows`), and where each
-    row's tokens are among the packed ones, their places:
+    row's tokens are among the packed ones, their slots:
 
-        row   its tokens        it adds         places of its tokens
+        row   its tokens        it adds         slots of its tokens
         5     the cat sat       the cat sat     0 1 2
         2     the cat ran off   ran off         0 1 3 4
         7     a dog             a dog           5 6"""
@@ -975,19 +971,19 @@ def _pack_shared_prefixes(ids: BL, micro: MicroBatch) -> tuple[dict, BL]:
 
     n_added = cu_seqlens.diff().tolist()
     added = torch.arange(flat.shape[1]).split(n_added)
-    places = []  # of the tokens of each row
-    row_places = torch.arange(0)
-    for n_shared, new_places in zip(micro.shared, added):
-        row_places = torch.cat([row_places[:n_shared], new_places])
-        places.append(row_places)
+    slots = []  # of the tokens of each row
+    row_slots = torch.arange(0)
+    for n_shared, new_slots in zip(micro.shared, added):
+        row_slots = torch.cat([row_slots[:n_shared], new_slots])
+        slots.append(row_slots)
 
     if any(micro.shared):
         # The tokens that a row adds attend to keys and values of all tokens of the row.
-        attended = [row_places for row_places, n in zip(places, n_added) if n]
+        attended = [row_slots for row_slots, n in zip(slots, n_added) if n]
         n_attended = [0, *map(len, attended)]
         inputs["key_index"] = torch.cat(attended)
         inputs["cu_seqlens_k"] = torch.tensor(n_attended).cumsum(0).int()
-    return inputs, pad_sequence(places, batch_first=True)
+    return inputs, pad_sequence(slots, batch_first=True)
 
 
 def pack_rows(
@@ -1000,7 +996,7 @@ def pack_rows(
     """Returns the network's inputs for R rows, and where to read the predictions.
 
     If they are packed, a prefix that a row shares with the row before it goes through the network
-    once. A token's place is its position among the P tokens that do (`_pack_shared_prefixes`).
+    once. A token's slot is its position among the P tokens that do (`_pack_shared_prefixes`).
 
     Returns a dict:
         inputs    of the model, see below
@@ -1012,40 +1008,40 @@ def pack_rows(
     Packed inputs:
         input_ids, position_ids, cu_seqlens, max_seqlen   from `pack`, of the tokens that rows add
     and only if anything is shared:
-        key_index      (K,) the places of all tokens of each row, one row after the other
+        key_index      (K,) the slots of all tokens of each row, one row after the other
         cu_seqlens_k   where these rows begin and end
-    Otherwise the only input is input_ids (R, L), right-padded, and places are counted row by row
+    Otherwise the only input is input_ids (R, L), right-padded, and slots are counted row by row
     in it. A causal model needs no attention mask."""
     ids = batch["input_ids"][micro.rows]
     if is_packed:
-        inputs, places = _pack_shared_prefixes(ids, micro)
+        inputs, slots = _pack_shared_prefixes(ids, micro)
     else:
         ids = ids[:, : max(micro.lengths)]
         inputs = {"input_ids": ids}
-        places = torch.arange(ids.numel()).view(ids.shape)
+        slots = torch.arange(ids.numel()).view(ids.shape)
 
     result = {
         "inputs": inputs,
         "images": _images_of_rows(batch, micro),
         "top_k": top_k,
-        **_predictions(batch, micro, ids, places),
+        **_predictions(batch, micro, ids, slots),
     }
     return to_device(result, device)
 
 
-# Ids are below 2**32, and places below 2**31, so a pair, place * ID_LIMIT + id, fits one int64.
+# Ids are below 2**32, and slots below 2**31, so a pair, slot * ID_LIMIT + id, fits one int64.
 ID_LIMIT = 2**32
 
 
-def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
+def _predictions(batch: dict, micro: MicroBatch, ids: BL, slots: BL) -> dict:
     """Returns which tokens of a micro-batch are predicted, and from where.
 
-    ids: the token ids of its rows. places: their places (`pack_rows`). n of these tokens are to
-    be predicted: sampled or demonstrated. A prediction is a pair: the place of the token before,
+    ids: the token ids of its rows. slots: their slots (`pack_rows`). n of these tokens are to
+    be predicted: sampled or demonstrated. A prediction is a pair: the slot of the token before,
     and the predicted id. Rows that agree up to and including a sampled token share its
     prediction, so there are M <= n of them.
 
-        source       (M,) places of the tokens whose hidden states predict
+        source       (M,) slots of the tokens whose hidden states predict
         targets      (M,) ids of the predicted tokens
         prediction   (n,) the index among the M predictions of each of the n tokens
         at           (row, column) of each in the (R, T) matrices, (n,) each
@@ -1059,7 +1055,7 @@ def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
         mask = mask + batch["imitation_mask"][micro.rows]
     row, column = mask.nonzero(as_tuple=True)  # (n,) each
     index = batch["prompt_lengths"][micro.rows][row] + column  # of the token in its sequence
-    sources = places[row, index - 1]  # (n,)
+    sources = slots[row, index - 1]  # (n,)
     targets = ids[row, index]  # (n,)
     if "ref_top_ids" in batch:
         top_ids = batch["ref_top_ids"][micro.rows][row, column]  # (n, K)

@@ -9,7 +9,7 @@ Four words have a fixed meaning:
     output             one token sequence, a row of (B, T); a rollout has one or more of them
     unit               the outputs of a rollout that share one reward; by default all of them
     group              the units that are compared; by default all those of one prompt
-    turn               here, a run of mask-1 tokens (one message of the assistant)
+    turn               here only one of the assistant: a run of mask-1 tokens
 
 Arguments that most functions take:
     mask               (B, T), bool or 0/1. 1 marks a token that the policy sampled. 0 marks a
@@ -177,7 +177,8 @@ def estimator(name: str) -> Callable:
         baselines      (N,) reward of a greedy rollout of the same prompt, NaN where that failed.
                        If you ask for baselines, each group gets such a rollout.
         mask           (N, S) mask of the unit's outputs, laid end to end. A column with mask 0
-                       precedes each turn, which separates turns (data.EndToEnd).
+                       precedes each turn: 0 1 1 0 1 is two turns of 2 and 1 tokens
+                       (data.EndToEnd).
         token_rewards  (N, S) the reward at each token, 0 elsewhere. The terminal reward is at
                        the last mask-1 token.
         values         (N, S) predictions of a critic. If you ask for values, a critic is trained.
@@ -217,7 +218,7 @@ def objective(name: str) -> Callable:
 
 
 def _register(registry, inputs, name, function):
-    """Adds a function to a registry, and stores the names of its inputs as function.takes."""
+    """Adds a function to a registry. Its function.takes names the parameters without a default."""
     parameters = signature(function).parameters.values()
     function.takes = [x.name for x in parameters if x.default is x.empty]
     for parameter in function.takes:
@@ -487,7 +488,7 @@ def _call_objective(kind, inputs):
     """Returns an objective's loss, and the common stats together with its own."""
     function = OBJECTIVES[kind]
     loss = function(**{name: inputs[name] for name in function.takes})
-    no_clipping = torch.zeros_like(inputs["mask"])  # unless the objective has stats of its own
+    no_clipping = torch.zeros_like(inputs["mask"])  # unless the objective has such stats
     stats = {
         "ratio": inputs["ratio"],
         "ppo_kl": inputs["logprobs_old"] - inputs["logprobs"],
@@ -613,7 +614,7 @@ def _vetoed(ratio, low, high, mask):
     return torch.where(is_outside.any(-1, keepdim=True), 0, torch.ones_like(ratio))
 
 
-# Kind -> (function, default low, default high).
+# Kind -> (function, default low, default high). The first two ignore their bounds.
 _CORRECTIONS = {
     "none": (_unweighted, 0.0, 1.0),
     "bypass": (_unweighted, 0.0, 1.0),
@@ -747,7 +748,7 @@ def kl_estimate(logprobs: Tensor, logprobs_ref: Tensor, kind: str) -> Tensor:
         k3         exp(-d) - 1 + d     unbiased, >= 0, low variance (arXiv 2402.03300, eq. 4)
         k1+, k3+                       the value of k1 or k3 with the gradient of k2
                                        (straight-through estimator)
-    For k3, d is clamped to +-20 and the result to 10. Beyond that the gradient is 0.
+    The result of k3 is at most 10. Beyond that its gradient is 0.
 
     There is no mask, because `aggregate` applies it to the result. Where d is infinite or NaN, the
     gradient is 0, because no later mask could remove a NaN from it. The value stays, so that a NaN
@@ -757,7 +758,7 @@ def kl_estimate(logprobs: Tensor, logprobs_ref: Tensor, kind: str) -> Tensor:
     finite = difference.isfinite()
     k1 = torch.where(finite, difference, 0)
     k2 = 0.5 * k1.square()
-    clamped = (-k1).clamp(-20, 20)
+    clamped = (-k1).clamp(-20, 20)  # so that exp can't overflow
     k3 = (clamped.exp() - 1 - clamped).clamp(max=10)
     estimates = {"k1": k1, "abs": k1.abs(), "k2": k2, "k3": k3}
     value = estimates[kind.rstrip("+")]
@@ -821,15 +822,16 @@ def aggregate(
         seq-mean-token-mean       sum of row means / n_seqs    GRPO, arXiv 2402.03300
         seq-mean-token-sum-norm   sum / (n_seqs max_len)       Dr. GRPO, arXiv 2503.20783
 
+    A sequence is a row or, with unit_tokens, a unit. The rows of a unit together then weigh as
+    much as one row, and a "row mean" is the mean over the unit.
+
     n_tokens: mask-1 tokens in the whole mini-batch, that is in all its micro-batches on all
     ranks. n_seqs: sequences there that have any. With these counts, the results for the
     micro-batches ADD UP to the result for the mini-batch, and the gradient does not depend on
     how its rows are cut into micro-batches. By default the counts are those of this mask, and
     max_len is its width.
 
-    unit_tokens: the number of mask-1 tokens in the whole unit of each row. If given, a "sequence"
-    above is a unit, otherwise it is a row. A "row mean" is then the mean over the unit, and the
-    rows of a unit together weigh as much as one row."""
+    unit_tokens: the number of mask-1 tokens in the whole unit of each row."""
     _check_choice("aggregation", mode, AGGREGATIONS)
     # If the mask is 0 everywhere, the result is 0 but still has a graph: under DDP, a rank without
     # work must run its backward pass too.
@@ -960,7 +962,7 @@ def _blocks(weight, vocab_size, banned, chunk):
     columns = min(chunk, max(vocab // 32, 256))
     blocks = []
     first = 0
-    for end in sorted({*banned, vocab}):  # banned ids cut the vocabulary
+    for end in sorted({*banned, vocab}):  # a block ends before each banned id, and at the end
         if end > vocab:
             break
         for start in range(first, end, columns):

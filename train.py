@@ -35,6 +35,7 @@ from agent_loop import BadInput
 from flatrl import checkpoints, layers, models
 from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
+from flatrl.attention import register_packed_attention
 from flatrl.bad_input import need, pickled_state
 from flatrl.devices import offload, start_processes, wrap
 from flatrl.log import Listener, Log, SilentLog, read_rollouts, replay_file
@@ -69,9 +70,9 @@ def main(args: Args):
             run.clock.begin_training()
 
             # ---- 2. score the sampled tokens while the last rewards are computed
-            batch = data.make_batch(rollouts.trained, run.processor)
+            batch = data.make_batch(rollouts.trained, run.processor)  # no greedy baselines
             score_batch(run, batch, step)  # logprobs_old, logprobs_ref and values, if needed
-            batch, metrics = add_rewards(run, rollouts, batch)
+            batch, metrics = add_rewards(run, rollouts, batch)  # drops rows without a reward
             metrics["step"] = step + 1
             name = f"step_{step + 1:06d}"  # of the file of rollouts
             if args.rollout_only:
@@ -80,8 +81,8 @@ def main(args: Args):
                 log.metrics(metrics)
                 continue
 
-            # ---- 3. rewards -> advantages: change these lines for a method of your own
-            metrics |= set_token_rewards(run, batch, step)  # batch.token_rewards, (N, S)
+            # ---- 3. rewards -> advantages, (B, T): change these lines for a method of your own
+            metrics |= set_token_rewards(run, batch, step)  # batch.token_rewards: (N, S)
             batch["advantages"] = estimate_advantages(batch, rollouts, args, run.estimator_state)
             log.rollouts(name, rollouts.outputs, rollouts.errors, batch)
             run.clock.lap("advantages")
@@ -106,7 +107,7 @@ def main(args: Args):
                 put_to_sleep(run)
                 checkpoints.save_checkpoint(run)
             del rollouts, batch  # free this step's images before the next step loads its own
-            if args.is_reached_by(metrics):  # --stop_at_reward
+            if args.goal_reached(metrics):  # --stop_at_reward
                 args.num_steps = run.done  # so that the run counts as complete
                 break
     finish(run)
@@ -149,13 +150,13 @@ def sync(engine: Engine, policy: "Policy", version: int) -> float:
 
 @contextlib.contextmanager
 def awake(run: "Run") -> Iterator[float]:
-    """Wakes the engine for the block, with the current weights, and LEAVES it awake afterwards.
+    """Wakes the engine for the block, with the current weights, and KEEPS it awake afterwards.
 
     Only `put_to_sleep` or an error in the block puts it to sleep. What --offload names is in host
-    memory meanwhile. Yields the seconds that the sync took, 0 if there was nothing to sync."""
+    memory meanwhile. If it is awake with these weights already, it only forgets cached prompts,
+    so that an evaluation changes no number of the next rollout. Yields the seconds of the sync."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
-        # An evaluation must not change the digits of the next rollout, so caches are emptied.
         run.engine.forget_prompts()
     else:
         offload(run, "cpu")
@@ -188,12 +189,11 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
     batch["ref_top_ids"], which the reference finds likeliest, and batch["ref_top_logprobs"]. A
     step with a single update may need no old logprobs: see `update_policy`."""
     args = run.args
-    run.clock.lap("batch")  # ends that part
+    run.clock.lap("batch")  # the time to make the batch
     if args.rollout_only:  # nothing is trained
         return
     has_several_updates = args.updates_per_step > 1
-    # Then no update of the policy computes the logprobs with which the engine's are compared.
-    only_critic_learns = step < args.critic_warmup
+    only_critic_learns = step < args.critic_warmup  # no update then compares them with the engine
     kl_is_in_reward = args.kl_coef and args.kl_in == "reward"
     asked = {"logprobs_old", "entropy"} & {*args.estimator_takes}
     if has_several_updates or only_critic_learns or kl_is_in_reward or asked:
@@ -296,7 +296,7 @@ def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, flo
     if args.kl_coef and args.kl_in == "reward":
         logprobs = batch["logprobs_old"], batch["logprobs_ref"]
         kl = losses.kl_estimate(*logprobs, args.kl_kind)  # (B, T)
-        batch.token_rewards -= run.kl.coef * batch.layout.to_units(kl)
+        batch.token_rewards -= run.kl.coef * batch.layout.to_units(kl)  # (N, S)
         mask = batch["response_mask"]
         unit_tokens = batch.count_unit_tokens()
         mean_kl = losses.aggregate(kl, mask, "seq-mean-token-mean", unit_tokens=unit_tokens)
@@ -444,7 +444,7 @@ def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAn
         logprobs_rollout=logprobs_rollout,
         **{name: columns[name] for name in optional},
     )
-    # All 1 with none and bypass. metrics.batch_metrics logs the stats, for the whole batch.
+    # All 1 with none and bypass. metrics.batch_metrics computes the stats, of the whole batch.
     weights, _ = losses.rollout_correction(kind, old, logprobs_rollout, mask, low, high)
     loss = loss * weights
     stats = {"pg_loss": loss.detach(), "entropy": entropy.detach(), **stats}
@@ -462,7 +462,9 @@ def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAn
 
 
 def value_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAndStats:
-    """Returns the critic's loss per token, (b, T), and its stats: `losses.value_loss`, clipped."""
+    """Returns the critic's loss per token, (b, T), and its stats: `losses.value_loss`, clipped.
+
+    args: unused; `optimise` passes them to every objective."""
     old = columns["values"]
     mask = columns["response_mask"]
     return losses.value_loss(scores["values"], old, columns["returns"], mask, VALUE_CLIP)
@@ -504,7 +506,7 @@ def optimise(
             scores = learner.wrapped(packed)
             loss, shares = micro_batch_loss(objective, scores, of_rows, counts, args, loss_agg)
             (loss * dist.get_world_size()).backward()  # DDP and FSDP average over ranks
-        own_scores.append(scores[learner.net.score].detach())
+        own_scores.append(scores[learner.net.trained_score].detach())
         for name, share in shares.items():
             sums[f"{learner.name}/{name}"] += share
         if not micro.is_filler:
@@ -578,7 +580,7 @@ def check_agreement(run: "Run", batch: data.Batch, version: int, difference: flo
         run.mismatch_is_known = True
         return
     close(run)  # on all ranks together; otherwise the others would report a lost rank
-    raise BadInput(f"{problem}; --allow_mismatch trains all the same")
+    raise BadInput(f"{problem}; --allow_mismatch trains anyway")
 
 
 def evaluate(run: "Run") -> dict:
@@ -586,7 +588,7 @@ def evaluate(run: "Run") -> dict:
 
     Running training rollouts finish first, or are cancelled after the last step."""
     args = run.args
-    if not run.rows["val"]:
+    if not run.rows["val"]:  # as with --replay, which has no engine
         return {}
     with awake(run):
         # Rollouts for training must not sample meanwhile.
@@ -617,9 +619,9 @@ class Net(nn.Module):
     attention, which is not causal.
 
     A subclass's scores_from_hidden(hidden (M, H), packed) returns {name: (M,) or (M, K)} from the
-    hidden states that predict M tokens (data.pack_rows); `score` is the one that is trained."""
+    hidden states that predict M tokens (data.pack_rows); `trained_score` names one of them."""
 
-    score: str
+    trained_score: str
 
     def __init__(self, auto_class: str, args: Args, vision, is_packed: bool):
         super().__init__()
@@ -667,10 +669,11 @@ class Policy(Net):
 
     Token ids from vocab_size on belong to a padded vocabulary and have no probability."""
 
-    score = "logprobs"
+    trained_score = "logprobs"
 
     def __init__(self, args: Args, vocab_size: int | None = None, vision=None):
         auto_class = "AutoModelForImageTextToText" if vision else "AutoModelForCausalLM"
+        # A text model is packed only if `choose_attention`, below, finds that it can be.
         super().__init__(auto_class, args, vision, is_packed=bool(vision))
         # In a list, so that nn.Module does not register it a second time.
         self.head = [self.model.get_output_embeddings()]
@@ -681,7 +684,6 @@ class Policy(Net):
         self.vocab_size = vocab_size
         self.engine_dtype = getattr(torch, args.dtype, torch.float32)
         if not vision:
-            # A text model is packed only if it turns out that it can be.
             probe = data.in_prefix_order(layers.PROBE, [0, 1, 2])
             layers.choose_attention(self, probe, args)
         if args.lora_rank:
@@ -709,7 +711,7 @@ class Critic(Net):
 
     It has a backbone of its own, and a linear head that starts at 0."""
 
-    score = "values"
+    trained_score = "values"
 
     def __init__(self, args: Args, vision=None, is_packed: bool = True):
         super().__init__("AutoModel", args, vision, is_packed)
@@ -832,7 +834,7 @@ def setup(args: Args) -> Run:
     # Refuse a model that can't be run or trained, and a run that can't be resumed.
     vocab_size = models.vocab_size(tokenizer)
     check_model(args, device)
-    data.register_packed_attention()
+    register_packed_attention()
     vision = Vision(processor) if processor else None
     policy = Policy(args, vocab_size, vision)
     reference = build_reference(args, policy)  # may be refused, so it comes before the engine

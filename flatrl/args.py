@@ -370,7 +370,7 @@ class Args(LoopArgs):
         """The inputs of the function behind --policy_loss; see losses.objective."""
         return losses.OBJECTIVES[self.policy_loss].takes
 
-    def is_reached_by(self, metrics: dict) -> bool:
+    def goal_reached(self, metrics: dict) -> bool:
         """Returns whether an evaluation has reached --stop_at_reward."""
         goal = self.stop_at_reward
         return goal is not None and metrics.get("eval/reward", -math.inf) >= goal

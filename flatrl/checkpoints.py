@@ -184,7 +184,7 @@ def resume(run, checkpoint: Path, state: dict, changed: list[str]):
     run.log.say(f"resuming after step {run.done}")
     run.log.write_about()
     rewards = on_main(logged, run.folder, "eval/reward")
-    if run.done in rewards and run.args.is_reached_by({"eval/reward": rewards[run.done]}):
+    if run.done in rewards and run.args.goal_reached({"eval/reward": rewards[run.done]}):
         run.args.num_steps = run.done  # --stop_at_reward has stopped it here
 
 

@@ -20,7 +20,7 @@ MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewar
 class Clock:
     """Measures the parts of a step: `lap(part)` counts the time since the lap before.
 
-    A GPU works on its own, so a lap must follow a result that is on the host."""
+    Take a lap only where the host has just read a result: a GPU may still be working otherwise."""
 
     def __init__(self):
         self.start()
@@ -112,7 +112,9 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     if len(rewards_of_name) <= MAX_LOGGED_UNITS:
         for name, values in rewards_of_name.items():
             result[f"reward/{name}"] = fmean(values)
-    result |= _reward_parts(outputs)
+    mean_parts = means(parts_of_units(outputs))
+    for name in sorted(mean_parts):
+        result[f"reward_part/{name}"] = mean_parts[name]
     return {name: float(value) for name, value in result.items()}
 
 
@@ -124,15 +126,15 @@ def _summed_metrics(rollout: Outputs) -> Counter:
     return sums
 
 
-def _reward_parts(outputs: Outputs) -> dict[str, float]:
-    """Returns the mean of each number in the rewards that are dicts, except "score"."""
+def parts_of_units(outputs: Outputs) -> list[dict[str, float]]:
+    """Returns the numbers in each unit's reward dict, except "score"; {} for other rewards."""
     parts = []
     for output in last_outputs(outputs):  # a unit's outputs share one reward
-        if isinstance(output.reward, dict):
-            parts.append(numeric_entries(output.reward))
-    mean_parts = means(parts)
-    mean_parts.pop("score", None)
-    return {f"reward_part/{name}": mean_parts[name] for name in sorted(mean_parts)}
+        is_dict = isinstance(output.reward, dict)
+        numbers = numeric_entries(output.reward) if is_dict else {}
+        numbers.pop("score", None)
+        parts.append(numbers)
+    return parts
 
 
 def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]:
@@ -280,7 +282,7 @@ def disagreement(tokenizer, batch, version: int, difference: float, bound: float
     extra = output.extra
     return (
         f"engine and trainer disagree: their logprobs of step {version + 1} differ by "
-        f"{difference:.2g} in the mean, more than {bound:g}; most at prompt {extra['prompt']}, "
+        f"{difference:.2g} on average, more than {bound:g}; most at prompt {extra['prompt']}, "
         f"sample {extra['sample']}, segment {extra['segment']}, position {position} of the "
         f"response, {text!r}: {batch['logprobs_rollout'][row, position]:.3g} in the engine, "
         f"{batch['logprobs_old'][row, position]:.3g} in the trainer. Likely causes: a weight that "
