@@ -86,8 +86,7 @@ def test_whiten():
     close(losses.whiten(x, mask), want)
     close(losses.whiten(x, mask, shift_mean=False), want + mean * mask)
     # Rounding in float32 must not become a signal.
-    constant = losses.whiten(torch.full((4, 8), 0.1), torch.ones(4, 8))
-    assert constant.abs().max() < 1e-6
+    assert losses.whiten(torch.full((4, 8), 0.1), torch.ones(4, 8)).abs().max() < 1e-6
 
 
 def test_group_advantages_by_hand():
@@ -99,7 +98,6 @@ def test_group_advantages_by_hand():
     std = t([0.5, math.sqrt(2), 0.5, 0.5, math.sqrt(2), 0.5, 1])
     functions = {
         losses.grpo_advantages: mean / (std + 1e-6),
-        partial(losses.grpo_advantages, eps=0.5): mean / (std + 0.5),
         partial(losses.grpo_advantages, normalize_std=False): mean,
         losses.rloo_advantages: mean * t([4, 6, 4, 4, 6, 4, 1]) / 3,
         partial(losses.opo_advantages, lengths=lengths): mean + t([0, 0.5, 0, 0, 0.5, 0, 0]),
@@ -234,9 +232,6 @@ def test_value_loss():
     close(torch.autograd.grad(loss.sum(), values)[0], t([[0.0, 1.0, -0.75, 0.0]]))
     close(stats["value_clipfrac"], t([[1.0, 0, 0, 1]]))
     close(stats["value_error"], t([[1.0, 1, 0.75, 1]]))
-    loss, stats = losses.value_loss(values, 0 * ones, returns, ones, None)
-    close(loss, (values - returns) ** 2 / 2)
-    assert (stats["value_clipfrac"] == 0).all()
 
 
 def test_explained_variance():
@@ -291,36 +286,38 @@ def one_state(mask):
     return torch.zeros(int(losses.turn_starts(mask).sum()))
 
 
-# Name -> (inputs, of which the first is differentiated if there is a gradient, function)
-EVERY = {
-    "gae": (["rewards", "values"], lambda m, *a: losses.gae(*a, m, 0.9, 0.8)),
-    "reinforce_pp": (["rewards"], lambda m, r: losses.reinforce_pp_advantages(r, m, 0.9, 0.8)),
-    "gigpo": (["rewards"], lambda m, r: losses.gigpo_advantages(r, m, one_state(m), 0.9)),
-    "whiten": (["values"], lambda m, v: losses.whiten(v, m)),
-    "whiten in place": (["values"], lambda m, v: losses.whiten(v, m, shift_mean=False)),
-    "explained_variance": (["values", "returns"], lambda m, *a: losses.explained_variance(*a, m)),
-    "value_loss": (
-        ["values", "values_old", "returns"],
-        lambda m, *a: losses.value_loss(*a, m, 0.3),
+# Names of functions, their inputs (a gradient is that of the first), and how they are called
+CALLS = [
+    (["gae"], "rewards values", lambda _, mask, *x: losses.gae(*x, mask, 0.9, 0.8)),
+    (["gigpo"], "rewards", lambda _, m, x: losses.gigpo_advantages(x, m, one_state(m), 0.9)),
+    (["whiten"], "values", lambda _, mask, x: losses.whiten(x, mask)),
+    (["explained"], "values returns", lambda _, mask, *x: losses.explained_variance(*x, mask)),
+    (
+        ["value_loss"],
+        "values values_old returns",
+        lambda _, mask, *x: losses.value_loss(*x, mask, 0.3),
     ),
-}
-for kind in OBJECTIVES:
-    EVERY[kind] = (
-        ["logprobs", "logprobs_old", "advantages"],
-        lambda m, *a, kind=kind: losses.policy_loss(kind, *a, m, 0.1, 0.2, 2.0),
-    )
-for kind in losses.ROLLOUT_CORRECTIONS:
-    EVERY[kind] = (
-        ["logprobs_old", "logprobs_rollout"],
-        lambda m, *a, kind=kind: losses.rollout_correction(kind, *a, m, 0.7, 1.4),
-    )
-for kind in losses.KL_ESTIMATES:  # with aggregate, whose mask it is
-    EVERY[kind] = (
-        ["logprobs", "logprobs_ref"],
-        lambda m, *a, kind=kind: losses.aggregate(losses.kl_estimate(*a, kind), m),
-    )
-for mode in losses.AGGREGATIONS:
-    EVERY[mode] = (["values"], lambda m, v, mode=mode: losses.aggregate(v, m, mode))
+    (
+        OBJECTIVES,
+        "logprobs logprobs_old advantages",
+        lambda kind, mask, *x: losses.policy_loss(kind, *x, mask, 0.1, 0.2, 2.0),
+    ),
+    (
+        losses.ROLLOUT_CORRECTIONS,
+        "logprobs_old logprobs_rollout",
+        lambda kind, mask, *x: losses.rollout_correction(kind, *x, mask, 0.7, 1.4),
+    ),
+    (
+        losses.KL_ESTIMATES,  # with aggregate, whose mask it is
+        "logprobs logprobs_ref",
+        lambda kind, mask, *x: losses.aggregate(losses.kl_estimate(*x, kind), mask),
+    ),
+    (losses.AGGREGATIONS, "values", lambda mode, mask, x: losses.aggregate(x, mask, mode)),
+]
+EVERY = {}
+for kinds, inputs, call in CALLS:
+    for kind in kinds:
+        EVERY[kind] = inputs.split(), partial(call, kind)
 
 
 def evaluate(name, x):
@@ -357,12 +354,6 @@ def test_garbage_at_mask_0_changes_nothing_and_dtypes_are_kept(name):
     assert all((value == 0).all() for value in evaluate(name, empty))
     single = evaluate(name, make(0, dtype=torch.float32))
     assert {value.dtype for value in single} == {torch.float32}
-
-
-def test_an_unknown_kind_is_refused():
-    x = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="unknown policy loss 'PPO': choose from ppo, gspo"):
-        losses.policy_loss("PPO", x, x, x, x)
 
 
 def head(T=9, H=5, V=23, dtype=torch.float64):
@@ -417,9 +408,6 @@ def test_token_logprobs_against_log_softmax(options, T, n_targets):
     grads = grads_of(*outputs)
     close(grads, grads_of(*want))
     assert (grads[0][1][others] == 0).all()
-    logprobs = losses.token_logprobs(hidden, weight, targets, **options)
-    alone = [*grad_of(logprobs, hidden), *grad_of(logprobs, weight)]  # as if one were frozen
-    close(alone, list(grads[0]), rtol=0, atol=0)
     for i in banned:
         excluded = torch.full((T,), i)
         assert (losses.token_logprobs(hidden, weight, excluded, **options) == -INF).all()

@@ -22,7 +22,6 @@ from conftest import (
     metrics_of,
     output_of,
     rollouts_of,
-    rows_of,
     run,
 )
 from fixed_batch import batch_of, check_gradients, gradients
@@ -198,12 +197,6 @@ def test_rollout_only_writes_what_replay_trains_on(train_here, tmp_path):
     assert row["rollout/ratio"] == pytest.approx(1, abs=1e-3) and row["actor/ratio"] == 1.0
     assert row["rollout/effective_sample_size"] == pytest.approx(1, abs=1e-4)
 
-    file = rolled / "rollouts/step_000001.jsonl"
-    kept = [r for r in rows_of(file) if "greedy" not in r["extra"]]
-    file.write_text("".join(json.dumps(r) + "\n" for r in kept))
-    with pytest.raises(BadInput, match="no greedy baselines"):
-        train_here(*replay, tmp_path / "x")
-
 
 def test_a_model_is_evaluated_and_teaches_another(train_here, tmp_path):
     teacher, judged, student = (tmp_path / name for name in ("teacher", "judged", "student"))
@@ -342,12 +335,9 @@ def test_defaults_pass_the_checks_and_flags_parse():
 
 @pytest.mark.parametrize("flags, said", [
     (dict(prompts_per_mini_batch=5), "must be a multiple of --prompts_per_mini_batch 5"),
-    (dict(tokens_per_micro_batch=100), "--tokens_per_micro_batch 100 is less than the longest"),
     (dict(algo="rloo", group_size=1), "--adv_estimator rloo compares the"),
     (dict(algo="opd"), "--reward_coef 0 (--algo opd) learns from the KL to a teacher"),
-    (dict(algo="gspo", rollout_correction="bypass"), "bypass is for --policy_loss ppo, not gspo"),
     (dict(kl_coef=0.1, kl_kind="k1"), "--kl_kind k1 teaches nothing as a loss"),
-    (dict(gamma=0.9), "--gamma has no effect with --adv_estimator grpo"),
     (dict(engine_args='{"tensor_parallel_size": 2}'), "can't be set here: it is a flag"),
 ])  # fmt: skip
 def test_flags_without_effect_or_sense_are_refused(flags, said):
@@ -390,17 +380,6 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
     assert read.text == "two\u2028lines" and read.response_ids == [3]
     with pytest.raises(BadInput, match="its tokens are another model's"):
         train.read_rollouts(file, 3)
-    file.write_text(f"{line}\n{{\n", encoding="utf-8")
-    with pytest.raises(BadInput, match="line 2, is not a trajectory"):
-        train.read_rollouts(file, 4)
-
-
-def test_a_run_without_any_reward_ends(train_here, tmp_path):
-    task = tmp_path / "task.py"
-    task.write_text("from tiny_task import *\n\ndef reward(output, row):\n    return 1 / 0")
-    said = "no rollout has a reward: .*the first error: ZeroDivisionError: division by zero$"
-    with pytest.raises(BadInput, match=said):
-        train_here(*TINY, "--task", task, "--output_dir", tmp_path / "x")
 
 
 def test_help_and_a_wrong_flag_do_not_wait_for_slow_imports():
