@@ -481,7 +481,7 @@ class EndToEnd:
 
     One empty place precedes each turn, so that turns stay separate runs of 1s. An output that
     continues its unit's previous output in the middle of a turn extends that turn, without one:
-    output 1 would have the places 5 6.
+    above, output 1 would then have the places 5 6.
 
     mask: (N, S) 1 at the places of tokens, 0 at empty ones. This is the estimators' mask.
     sampled: (B, T) True where a token was sampled, and so has a place.

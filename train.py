@@ -193,7 +193,7 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
     if args.rollout_only:  # nothing is trained
         return
     has_several_updates = args.updates_per_step > 1
-    only_critic_learns = step < args.critic_warmup  # no update then compares them with the engine
+    only_critic_learns = step < args.critic_warmup  # so no update computes these logprobs
     kl_is_in_reward = args.kl_coef and args.kl_in == "reward"
     asked = {"logprobs_old", "entropy"} & {*args.estimator_takes}
     if has_several_updates or only_critic_learns or kl_is_in_reward or asked:

@@ -2,7 +2,6 @@
 task file too."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import data
 import losses
 import train
 from agent_loop import BadInput
-from flatrl.metrics import Clock
 from rollout import Rollouts
 from train import PRESETS, Args, check_args, check_registered, parse_args
 
@@ -213,22 +211,12 @@ def test_whitening_is_over_the_tokens_of_the_batch():
     assert (advantages[~MASK.bool()] == 0).all()
 
 
-def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
+def test_scores_follow_the_outputs_whose_reward_came():
     outputs = [output(0, 0, "1", None), output(0, 1, "11111", None), output(1, 0, "11", None)]
-    rollouts = Rollouts(outputs=list(outputs))
-
-    def wait_for_rewards(*_):  # the long one's reward failed
-        outputs[0].reward, outputs[2].reward = 1.0, 2.0
-        rollouts.outputs = [outputs[0], outputs[2]]
-
-    monkeypatch.setattr(train, "wait_for_rewards", wait_for_rewards)
-    rollouts.metrics = lambda engine: {"rollout/last_prompt": 1}
-    batch = data.make_batch(rollouts.trained)
+    batch = data.make_batch(outputs)
     batch["values"] = torch.arange(15.0).view(3, 5)
-    run = SimpleNamespace(engine=True, history=[], background=None, stop=None)
-    run.rows = {"train": [{}] * 4}
-    run.clock = Clock()
-    batch, _ = train.add_rewards(run, rollouts, batch)
+    outputs[0].reward, outputs[2].reward = 1.0, 2.0
+    batch = batch.select([0, 2])
     assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
     assert batch["values"].tolist() == [[0, 1], [10, 11]]
     assert batch.units.task_rewards.tolist() == [1.0, 2.0]

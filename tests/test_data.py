@@ -79,7 +79,7 @@ def test_rows_are_numbered_and_get_the_system_prompt():
     assert source == before  # the task's rows stay as they are
 
 
-def test_rows_from_files_are_those_of_a_list(tmp_path, tokenizer):
+def test_rows_from_files_are_those_of_a_list(tmp_path):
     """One file after the other; parquet gives every row the tools' keys of all."""
     tools = [{"tools_kwargs": {f"tool {i}": {"create_kwargs": {"x": i}}}} for i in range(2)]
     source = [{"prompt": HELLO, "extra_info": {"index": 10 + i} | tools[i]} for i in range(2)]
@@ -89,7 +89,6 @@ def test_rows_from_files_are_those_of_a_list(tmp_path, tokenizer):
     Path(names[1]).write_text("\n".join(map(json.dumps, mixed)))
     rows = data.load_rows(SimpleNamespace(SYSTEM_PROMPT="Be brief."), "train", names)
     expected = rows_of([*source, *mixed], SYSTEM_PROMPT="Be brief.")
-    rows = data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
     for row, wanted in zip(rows, expected, strict=True):
         assert {key: value for key, value in row.items() if value is not None} == wanted
 
@@ -140,6 +139,10 @@ def test_the_tools_of_a_row_count_into_its_prompt(tokenizer):
     limit = rendered(tokenizer, HELLO, [as_tool(calculator.calculator).schema])
     assert rendered(tokenizer, HELLO) < limit
     assert data.filter_overlong(rows, tokenizer, task, Args(max_prompt_tokens=limit)) == rows
+    longer = [{"prompt": [{"role": "user", "content": "hello!"}]}, *rows]
+    of_file = tables.Rows(longer.__getitem__, range(2))
+    kept = data.filter_overlong(of_file, tokenizer, task, Args(max_prompt_tokens=limit))
+    assert list(kept) == rows
     with pytest.raises(BadInput, match="no prompt left: all 1 are longer"):
         data.filter_overlong(rows, tokenizer, task, Args(max_prompt_tokens=limit - 1))
 
