@@ -154,7 +154,7 @@ class Args(LoopArgs):
     clip_high: float = preset(
         "upper clip of the ratio: 1 + clip_high; gmpo: of its logarithm; sapo: the temperature "
         "where A > 0")
-    clip_c: float = flag(
+    clip_c: float | None = flag(
         None, "dual clip: the largest ratio where A < 0; 0: off; default: 0, with "
         "--rollout_correction bypass: 3")
     loss_agg: str = preset("how per-token losses become one number", losses.AGGREGATIONS)
@@ -162,7 +162,7 @@ class Args(LoopArgs):
     mask_truncated: bool = flag(False, "no loss on rollouts that a length or turn limit cut off")
     imitation_steps: int | None = flag(
         None, "first steps, in which rows' demonstrations are played; default: all steps")
-    rollout_correction: str = flag(
+    rollout_correction: str | None = flag(
         None, "importance weights from the engine's logprobs to the trainer's: KIND, KIND:HIGH or "
         f"KIND:LOW:HIGH with bounds of the ratio ({' | '.join(losses.ROLLOUT_CORRECTIONS)}); "
         "bypass: no weights, but ppo clips its ratio to the engine's; default: none, with "
@@ -203,7 +203,7 @@ class Args(LoopArgs):
     warmup_steps: int = flag(0, "steps of linear warm-up")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", low=1e-8)
     lora_rank: int = flag(0, "train LoRA adapters of this rank; 0: all weights")
-    tokens_per_micro_batch: int = flag(
+    tokens_per_micro_batch: int | None = flag(
         None, "tokens in one pass of a rank, at least the longest rollout; default: 16384", low=1)
     gradient_checkpointing: bool = flag(
         False, "recompute activations: a third slower, much less memory")
@@ -235,7 +235,7 @@ class Args(LoopArgs):
     gpu_memory_utilization: float = flag(
         0.5, "the engine's share of the GPU while it is awake", high=1)
     engine_args: str = flag("{}", 'more arguments of vllm.LLM, as JSON: {"max_num_seqs": 512}')
-    deterministic: bool = flag(False, "the same digits in every run on a CPU; slower with tools")
+    deterministic: bool = flag(False, "the same numbers in every run on a CPU; slower with tools")
 
     # Evaluation, checkpoints, log
     eval_every: int = flag(
@@ -264,6 +264,7 @@ class Args(LoopArgs):
         "{}", f"more settings of agent loops, as JSON: {', '.join(LOOP_SETTINGS)}")
 
     def __post_init__(self):
+        # In this order: each default depends on the flags above it.
         self.fill(self.preset_values())
         self.fill({"rollout_correction": self.usual_correction})
         self.fill({"clip_c": self.usual_clip_c})
@@ -312,7 +313,7 @@ class Args(LoopArgs):
     def correction(self) -> tuple[str, float, float]:
         """The kind of --rollout_correction and its bounds, as `losses.rollout_correction` takes it.
 
-        Raises ValueError for a bound that is no number, or that the kind does not have."""
+        Raises ValueError for a bound that is not a number, or that the kind does not have."""
         kind, *bounds = self.rollout_correction.split(":")
         low, high = losses.ROLLOUT_CORRECTIONS.get(kind, (0.0, 1.0))
         if self.max_staleness:
@@ -419,11 +420,16 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def _json_object(name: str, text: str) -> dict:
-    """Returns the object that a flag holds as JSON. Raises BadInput if it is none."""
+    """Returns the object that a flag holds as JSON. Raises BadInput if it holds anything else."""
     with refusing(f"--{name} is not JSON"):
         value = json.loads(text)
     need(isinstance(value, dict), f"--{name} must be a JSON object")
     return value
+
+
+def _shown(name: str) -> str:
+    """Returns how a message names a flag, or a key of --agent_args."""
+    return f"agent_args: {name}" if name in LOOP_SETTINGS else name
 
 
 # ------------------------------------------------------------ rules, before anything costly
@@ -433,13 +439,15 @@ def check_args(args: Args):
     """Raises BadInput where a flag has no valid value, or where flags contradict each other."""
     for entry in fields(args):
         rules = {name: rule for name, rule in entry.metadata.items() if name != "help"}
-        check_value(entry.name, getattr(args, entry.name), **rules)
+        check_value(_shown(entry.name), getattr(args, entry.name), **rules)
     for name in POSITIVE_SETTINGS:
         value = getattr(args, name)
-        need(value is None or value > 0, f"--{name} {value} must be greater than 0")
+        need(value is None or value > 0, f"--{_shown(name)} {value} must be greater than 0")
     sides = ("left", "middle", "right")
-    check_value("tool_response_truncate_side", args.tool_response_truncate_side, sides)
-    check_value("prompt_truncate_side", args.prompt_truncate_side, (*sides, "none"))
+    name = "tool_response_truncate_side"
+    check_value(_shown(name), args.tool_response_truncate_side, sides)
+    name = "prompt_truncate_side"
+    check_value(_shown(name), args.prompt_truncate_side, (*sides, "none"))
     for name in JSON_FLAGS:
         check_arguments(name, _json_object(name, getattr(args, name)), vars(args))
     check_flags_together(args)

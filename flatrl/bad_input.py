@@ -15,7 +15,7 @@ class NothingLeft(BadInput, RuntimeError):
 
 
 class BadReward(BadInput):
-    """The task's reward returned what is no reward. A mean without that rollout would be wrong."""
+    """The task returned an invalid reward. A mean without that rollout would be wrong."""
 
 
 def need(ok, message: str):

@@ -66,9 +66,9 @@ def read_checkpoint(args) -> tuple[Path | None, dict]:
 def check_changes(args, training_rows: str, state: dict) -> list[str]:
     """Prints which flags differ from those of the run to resume, and returns their names.
 
-    training_rows: as from `rows.hash_of_rows`; state: as from `read_checkpoint`. Raises BadInput
-    if the training rows are others, unless --resume is "changed" and no sampler's history is about
-    them."""
+    The run's flags and rows are read from its args.json. training_rows: as from
+    `rows.hash_of_rows`; state: as from `read_checkpoint`. Raises BadInput if the training rows are
+    others, unless --resume is "changed" and no sampler's history is about them."""
     if not args.resume:
         return []
     about = json.loads(Path(args.output_dir, "args.json").read_text())
@@ -132,7 +132,7 @@ def save_checkpoint(run):
 
 
 def _complete(run, temporary, parts):
-    """Writes what is no tensor, and gives the checkpoint its name.
+    """Writes everything but the tensors, and gives the checkpoint its name.
 
     Then renames those beyond --keep_checkpoints, but not the best, so that they are removed."""
     about = {

@@ -109,5 +109,6 @@ def check_value(name: str, value, choices=(), low: float = 0, high: float = math
         need(value in choices, f"--{name} {value}: choose from {', '.join(choices)}")
     elif isinstance(value, (int, float)):
         is_inside = low <= value <= high and value < math.inf
-        need(is_inside, f"--{name} {value} must be a number from {low} to {high}")
+        bounds = f"from {low} to {high}" if high < math.inf else f"of at least {low}"
+        need(is_inside, f"--{name} {value} must be a number {bounds}")
     need(value != "", f"--{name} is empty: leave it out, or give it a value")

@@ -50,7 +50,7 @@ def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
     for schemas in (tool_schemas(row, loop.task), None):
         plain = ids_of(row["prompt"], schemas)
         told = ids_of(told_prompt(row), schemas)
-        # After the hint both prompts are equal, up to where the assistant speaks.
+        # Both prompts are equal after the hint: "2+2?<end>" and "2+2? It is 4.<end>" in "<end>".
         backwards = plain[::-1], told[::-1]
         n_equal = len(os.path.commonprefix(backwards))
         n_plain = len(plain) - n_equal

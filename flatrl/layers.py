@@ -28,19 +28,22 @@ PROBE = {
 
 
 def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
-    """Makes a network compute what vLLM's does: no dropout, the same attention windows.
+    """Makes a network compute what vLLM's does: no dropout, and Cohere2's attention windows.
 
-    gradient_checkpointing: activations are recomputed in the backward pass. Raises BadInput if
-    transformers can't do that for this model."""
+    gradient_checkpointing: activations are recomputed in the backward pass, and the network is in
+    training mode. Raises BadInput if transformers can't do that for this model."""
+    for owner in (*model.modules(), model.config.get_text_config()):
+        for name, value in vars(owner).items():
+            is_dropout = isinstance(owner, nn.Dropout) or "drop" in name
+            if is_dropout and isinstance(value, float):
+                setattr(owner, name, 0.0)
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
         if type(module).__name__ == "Cohere2Attention" and module.sliding_window:
             module.sliding_window += 1  # as in its training and in vLLM: [i - window, i]
     if gradient_checkpointing:
         with refusing("--gradient_checkpointing"):
             model.gradient_checkpointing_enable()
-        model.train()  # only then does transformers; without dropout nothing else changes
+        model.train()  # only then does transformers recompute; nothing else changes
 
 
 def choose_attention(policy, probe, args):

@@ -92,7 +92,7 @@ class Log:
 
     def start(self, *plan):
         """Tells the listeners what the run is about to do. See `Listener.start`."""
-        self._tell("start", *plan)
+        self._notify("start", *plan)
 
     def metrics(self, row: dict, rollouts=None, batch=None):
         """Writes a step's metrics: one JSON object in metrics.jsonl, one line of the table.
@@ -101,7 +101,7 @@ class Log:
         with (self.folder / "metrics.jsonl").open("ab") as file:
             file.write(to_json_lines([row]).encode(errors="backslashreplace"))
         self._say_table_line(row)
-        self._tell("metrics", row, rollouts, batch)
+        self._notify("metrics", row, rollouts, batch)
 
     def _say_table_line(self, row):
         """Prints a step's line of the table, and the titles above every 20th."""
@@ -156,9 +156,9 @@ class Log:
 
     def close(self):
         """Tells the listeners that the run ends."""
-        self._tell("close")
+        self._notify("close")
 
-    def _tell(self, event: str, *what):
+    def _notify(self, event: str, *what):
         """Calls a method of all listeners."""
         for listener in self.listeners:
             try:
@@ -177,7 +177,7 @@ class SilentLog:
 def _of_sampled(output: AgentLoopOutput, values: list[float]) -> float | list[float] | None:
     """Returns the values of an output's sampled tokens: one number if all are equal.
 
-    values: of all tokens, perhaps with padding behind them."""
+    values: of all tokens, perhaps with padding after them."""
     sampled = [round(x, 4) for x, bit in zip(values, output.response_mask) if bit]
     return sampled[0] if len(set(sampled)) == 1 else sampled
 
@@ -212,13 +212,13 @@ def steps_to_replay(args) -> int:
 def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], list[dict]]:
     """Returns the outputs and errors that Log.rollouts wrote, for --replay.
 
-    Raises BadInput if a line is damaged, lacks its reward, or has images or tokens from
-    vocab_size on."""
+    Their hints are left out. Raises BadInput if a line is damaged, lacks its reward, or has images
+    or tokens from vocab_size on, and if no output is left to learn from."""
     outputs = []
     errors = []
     names = {field.name for field in fields(AgentLoopOutput)} - {"images"}  # a number
     for number, text in enumerate(file.read_bytes().splitlines(), 1):
-        with refusing(f"{file}, line {number}, is not a trajectory that can be replayed"):
+        with refusing(f"{file}, line {number}, is not an output that can be replayed"):
             line = json.loads(text)
             if line.get("images"):
                 raise ValueError("it has images, whose pixels are not in the file")
@@ -234,6 +234,6 @@ def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], l
             outputs.append(output)
     need(
         any("filtered" not in output.extra for output in outputs),
-        f"--replay: {file} has no trajectory to learn from",
+        f"--replay: {file} has no output to learn from",
     )
     return outputs, errors

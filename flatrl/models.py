@@ -112,7 +112,8 @@ def load_for_training(auto_class: str, args, attention) -> nn.Module:
 def load_config(args):
     """Loads the model's configuration.
 
-    Raises BadInput if there is none, or if the trainer doesn't implement such a model."""
+    Raises BadInput if there is none, if the model is quantised, or if it has multi-head latent
+    attention, unless --allow_mismatch is given."""
     is_path = args.model.startswith(("/", ".", "~")) or args.model.count("/") > 1
     need(os.path.isdir(args.model) or not is_path, f"{args.model}: there is no such folder")
     problem = "is neither a model folder nor a model that can be loaded"

@@ -15,7 +15,7 @@ class Notices(Listener):
 
     def __init__(self, log: Log):
         super().__init__(log)
-        self.is_learning = True  # whether the last step taught something
+        self.is_learning = True  # whether the last step taught something; the first is expected to
 
     def start(self, rows, rows_read, policy, device):
         """Prints the rows, the model and the plan."""
@@ -66,7 +66,8 @@ class Notices(Listener):
         if page.is_file():
             ways.append(f"report: {page}")
         if final.is_dir():
-            ways.append(f"evaluate: the same command with --num_steps 0 --model {final}")
+            flags = f"--num_steps 0 --model {final} --output_dir {folder}-eval"
+            ways.append(f"evaluate: the same command with {flags}")
         elif any(folder.glob("checkpoints/step_*")):
             ways.append("continue: the same command with --resume")
         if ways:
@@ -78,10 +79,10 @@ def plan(args, steps_done: int) -> str:
     if not args.num_steps:
         temperature = args.sampling(True)["temperature"]
         n = args.eval_samples
-        return f"evaluation: {n} trajectories a validation row, at temperature {temperature:g}"
+        return f"evaluation: {n} rollouts a validation row, at temperature {temperature:g}"
 
     n = args.prompts_per_step
-    sampled = f"{n} prompts x {args.group_size} = {n * args.group_size} trajectories"
+    sampled = f"{n} prompts x {args.group_size} = {n * args.group_size} rollouts"
     if args.algo == "sft":
         sampled = f"{n} demonstrations"
     steps = f"{args.num_steps} steps"

@@ -26,7 +26,7 @@ STOP = "stop"
 
 
 class Stopped(Exception):
-    """The run was told to stop. All ranks raise it together; train.main saves, then re-raises."""
+    """The run was told to stop. All ranks raise it together, and train.finish saves first."""
 
 
 # ---------------------------------------------------------------- what ranks tell each other
@@ -94,8 +94,8 @@ class Stop:
 
     def __init__(self, store: dist.Store):
         self.store = store
-        self.is_told = False  # this rank
-        self._listen(self._tell)
+        self.is_requested = False  # this rank
+        self._listen(self._on_signal)
         # User code must be able to end a process that it has forked.
         os.register_at_fork(after_in_child=lambda: self._listen(signal.SIG_DFL))
 
@@ -103,16 +103,16 @@ class Stop:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, handler)
 
-    def _tell(self, *_):
-        if not self.is_told:
+    def _on_signal(self, *_):
+        if not self.is_requested:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, b"\nstopping: the run saves, then ends\n")
-        self.is_told = True
+        self.is_requested = True
 
     @property
     def requested(self) -> bool:
         """Whether a rank was told to stop, or has failed."""
-        return self.store.add(STOP, int(self.is_told)) > 0
+        return self.store.add(STOP, int(self.is_requested)) > 0
 
 
 def run_as_script(main: Callable, parse: Callable):

@@ -1,10 +1,10 @@
-"""<output_dir>/report.html: a run on one page, with its curves, trajectories and flags.
+"""<output_dir>/report.html: a run on one page, with its curves, rollouts and flags.
 
     python -m flatrl.report runs/calculator   # writes runs/calculator/report.html again
     python -m flatrl.report runs/a runs/b     # several runs on one page: ./report.html
 
 A run writes its page after each evaluation and at its end. The page holds every number of
-metrics.jsonl, and whole groups of trajectories from some of the files in rollouts/. page.html is
+metrics.jsonl, and whole groups of outputs from some of the files in rollouts/. page.html is
 the page: its script turns the data, one JSON element, into text nodes, never into HTML."""
 
 import argparse
@@ -21,8 +21,8 @@ from flatrl.files import read_json_lines, write_whole
 from flatrl.log import Listener
 
 PAGE = Path(__file__).with_name("page.html")
-FILES = 8  # of training steps, and as many of evaluations, whose trajectories are shown
-TOKENS = 400_000  # of trajectories on a page; more if single groups are larger
+FILES = 8  # of training steps, and as many of evaluations, whose outputs are shown
+TOKENS = 400_000  # of outputs on a page; more if single groups are larger
 MAX_CHARACTER_TOKENS = 7  # after this many tokens without a whole character, show it as broken
 
 
@@ -68,11 +68,11 @@ def number(value) -> float | None:
     return value if isinstance(value, Real) and math.isfinite(value) else None
 
 
-# ---------------------------------------------------------------- trajectories
+# ---------------------------------------------------------------- outputs
 
 
 def draw(folder: Path, tokenizer, n_tokens: int) -> list[dict]:
-    """Returns trajectories of evenly spaced steps and evaluations, the first and last included.
+    """Returns outputs of evenly spaced steps and evaluations, the first and last included.
 
     Each file gives its first groups, so that every evaluation shows the same rows."""
     files = []
@@ -96,7 +96,7 @@ def spread(files: list[Path]) -> list[Path]:
 def first_groups(file: Path, n_tokens: int) -> list[dict]:
     """Returns the lines of a file's first groups, at least one, until they have n_tokens tokens.
 
-    Failures, which have no tokens, stand behind all groups and are left out."""
+    Failures, which have no tokens, stand after all groups and are left out."""
     outputs = (line for line in read_json_lines(file) if "response_ids" in line)
     lines = []
     for _, group in itertools.groupby(outputs, lambda line: line["extra"]["prompt"]):
@@ -137,9 +137,9 @@ def show(line: dict, tokenizer) -> dict:
 
 @functools.cache
 def added_text(tokenizer, *ids: int) -> str:
-    """Returns the text that consecutive tokens add behind another token.
+    """Returns the text that consecutive tokens add after another token.
 
-    They are decoded behind one, which is then cut off, because some tokenizers drop the space
+    They are decoded after one, which is then cut off, because some tokenizers drop the space
     before the very first token. Without a tokenizer, the text of token 7 is ⟨7⟩."""
     if not tokenizer:
         return f"⟨{ids[0]}⟩"

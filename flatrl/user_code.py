@@ -15,7 +15,7 @@ THREADS = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="user code")
 # may postpone the deadline with `reschedule`.
 DEADLINE = contextvars.ContextVar("DEADLINE")
 
-# Marks that the next character is tokenised alone (agent_loop._tokenise). It is a Unicode
+# Marks that the next character is tokenised alone (chat_template.Texts.ids). It is a Unicode
 # noncharacter. `clean` removes it from texts of others.
 TOKEN_BREAK = "\ufdd0"
 
@@ -89,7 +89,7 @@ def checked_text(text, name: str) -> str:
 def checked_number(value, name: str) -> float:
     """Returns a number from user code as a float.
 
-    Raises ValueError, with `name`, for NaN, infinity and what is no number."""
+    Raises ValueError, with `name`, for NaN, infinity and anything but a number."""
     try:
         number = float(value)
     except (TypeError, ValueError):

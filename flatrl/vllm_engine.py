@@ -76,7 +76,6 @@ def sampling_params(parameters: dict):
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    parameters = {"max_tokens": 1 << 30} | parameters  # vLLM's default is 16
     checked = msgspec.convert(parameters, SamplingParams)  # types, also in lists; ranges
     unknown = parameters.keys() - {*checked.__struct_fields__}
     if unknown:  # msgspec ignores them
@@ -291,6 +290,7 @@ class _Arrivals:
 
         @functools.wraps(loader)
         def load(*args, **kwargs):
+            # "qkv_proj.weight" is fused from the parts "q_proj.weight", "k_proj.weight", ...
             ending = "." + ".".join(self.current.split(".")[-2:])
             parts = [name for name in self.fused[parameter] if name.endswith(ending)]
             self.n_elements[parts[0] if parts else parameter] += self.size

@@ -43,7 +43,7 @@ def test_three_lines_at_the_start_and_two_at_the_end(log):
     dropped, size, plan = log.said
     assert "2 training rows (1 overlong ones dropped), 1 validation rows" in dropped
     assert "0.01M parameters" in size
-    assert "steps 5 to 9 of 32 prompts x 8 = 256 trajectories, 2 update(s), lr 0.5" in plan
+    assert "steps 5 to 9 of 32 prompts x 8 = 256 rollouts, 2 update(s), lr 0.5" in plan
     log.said.clear()
     rewards = [0.5, 0.75, 0.625]
     rows = [{"step": step, "reward/mean": x} for step, x in enumerate(rewards, 1)]
@@ -51,6 +51,7 @@ def test_three_lines_at_the_start_and_two_at_the_end(log):
     (log.folder / "final").mkdir()
     notices.close()
     final = f"evaluate: the same command with --num_steps 0 --model {log.folder}/final"
+    final += f" --output_dir {log.folder}-eval"
     assert log.said == ["reward 0.500 -> 0.625, best 0.750 at step 2", final]
 
 

@@ -143,7 +143,7 @@ class ChatEndpoint:
         return _streamed(openai_api.events(response), named=True)
 
     async def message(self, client: ChatClient, body: dict) -> Response:
-        """Answers a request of the Messages API."""
+        """Answers a request of the Messages API without `thread`; a stream replays the reply."""
         if body.get("thread"):  # the client then sends the whole conversation each time
             code = "thread_unsupported_request"
             return JSONResponse(anthropic_api.error(400, "not supported: thread", code), 400)
@@ -173,7 +173,7 @@ class ChatEndpoint:
         form: puts an error into the words of the API."""
         client = self.client_of(request)
         if client is None:
-            problem = form(401, "unknown trajectory or wrong key", "invalid_api_key")
+            problem = form(401, "unknown rollout or wrong key", "invalid_api_key")
             return JSONResponse(problem, 401)
         try:
             return await make(client, await request.json())
