@@ -46,22 +46,13 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(
-    accelerator,
-    model_path: str,
-    tokens_per_micro_batch: int,
-    loss_agg: str,
-    demonstrated=(),
-    **flags,
+    accelerator, model: str, n_tokens: int, loss_agg: str, demonstrated=(), **flags
 ) -> dict:
     """One step from the model's weights: the parameters' gradients, and the metrics.
 
-    demonstrated: see batch_of."""
-    args = train.Args(
-        model=model_path,
-        tokens_per_micro_batch=tokens_per_micro_batch,
-        loss_agg=loss_agg,
-        **{"kl_coef": 0.1, "max_grad_norm": 1e9} | flags,
-    )
+    n_tokens: of a micro-batch; demonstrated: see batch_of."""
+    flags = {"kl_coef": 0.1, "max_grad_norm": 1e9, "loss_agg": loss_agg} | flags
+    args = train.Args(model=model, tokens_per_micro_batch=n_tokens, **flags)
     data.register_packed_attention()
     batch = batch_of(19, demonstrated)
     shape = batch["response_mask"].shape
@@ -91,15 +82,9 @@ def gradients(
     names = ["response_mask", "unit_tokens", "advantages"]
     names += ["logprobs_old", "logprobs_rollout", "logprobs_ref"]
     names += {"imitation_mask", "ref_top_logprobs"} & batch.keys()
+    objective = train.policy_objective
     metrics, _ = train.optimise(
-        learner,
-        train.policy_objective,
-        batch,
-        names,
-        list(range(19)),
-        args,
-        accelerator,
-        args.loss_agg,
+        learner, objective, batch, names, list(range(19)), args, accelerator, loss_agg
     )
     metrics.pop("batch/unique_tokens")  # depends on the micro-batches
     after = torch.cat([whole(p.detach()).flatten() for p in policy.parameters()])

@@ -22,20 +22,15 @@ COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
 
 @pytest.mark.parametrize("flags, cuda, expected", [
     ({}, True, {"dtype": "bfloat16", "shard": True}),
-    ({}, False, {"dtype": "float32", "shard": False}),
     ({"dtype": "float32"}, True, {"dtype": "float32", "shard": False}),
     # A tiny random model needs a large rate, a pretrained one a small one, an adapter more.
     ({}, False, {"lr": 3e-4, "critic_lr": 1e-3}),
     ({"model": "org/model", "lora_rank": 4}, False, {"lr": 1e-5, "critic_lr": 1e-5}),
     ({"lr": 0.5, "lora_rank": 4, "critic_lr": 0.25}, False, {"lr": 0.5, "critic_lr": 0.25}),
     ({"max_model_len": 20000}, False, {"tokens_per_micro_batch": 20000}),
-    ({"tokens_per_micro_batch": 999}, True, {"tokens_per_micro_batch": 999}),
-    # A shell leaves the ~ of --output_dir=~/x as it is.
-    ({"output_dir": "~/x"}, False, {"output_dir": "/home/nobody/x"}),
     ({"num_steps": 0}, False, {"output_dir": str(Path.cwd() / "runs/tiny_task-eval")}),
 ])  # fmt: skip
-def test_flags_are_completed(flags, cuda, expected, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/nobody")
+def test_flags_are_completed(flags, cuda, expected):
     args = Args(task="tests/tiny_task.py", **flags)
     train.complete_flags(args, cuda)
     for name, value in expected.items():

@@ -27,9 +27,7 @@ def an_output(**changes) -> AgentLoopOutput:
 def test_args_versions_and_the_commit_are_kept(args, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     Log(args, None, 0, "a hash")
-    text = (tmp_path / "run/args.json").read_text()
-    about = json.loads(text)
-    assert text.endswith("}\n")
+    about = json.loads((tmp_path / "run/args.json").read_text())
     assert {"torch", "transformers", "numpy"} <= set(about.pop("versions"))
     about.pop("git")  # "" where there is none
     launched = {"command": sys.argv, "processes": 2}
@@ -39,19 +37,14 @@ def test_args_versions_and_the_commit_are_kept(args, tmp_path, monkeypatch):
 def test_a_step_is_a_json_object_and_a_line_of_the_table(args, tmp_path, capsys):
     log = Log(args, None, 0)
     first = {"step": 0, "eval/reward": 0.25}
-    second = {
-        "step": 1,
-        "reward/mean": 0.5,
-        "throughput/tokens_per_s": 34567.8,
-        "rollout/logp_diff_max": 1.5e-6,
-    }
+    second = {"step": 1, "reward/mean": 0.5, "rollout/logp_diff_max": 1.5e-6}
     log.metrics(first)
     log.metrics(second)
     assert rows_of(tmp_path / "run/metrics.jsonl") == [first, second]
     titles, at_0, at_1 = map(str.split, capsys.readouterr().out.splitlines())
     assert titles[:3] == ["step", "reward", "eval"]
     assert at_0 == ["0/30", "0.250"]
-    assert at_1 == ["1/30", "0.500", "1.5e-06", "34,568"]
+    assert at_1 == ["1/30", "0.500", "1.5e-06"]
 
 
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(args, tmp_path):
@@ -63,9 +56,6 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(args, tmp_path):
     args.resume = True
     Log(args, None, 3).metrics(rows[4])
     assert rows_of(file) == rows[:5]
-    args.resume = False  # as without a checkpoint
-    Log(args, None, 0).metrics(rows[0])
-    assert rows_of(file) == rows[:1]
 
 
 def test_rollouts_are_a_line_each(args, tmp_path):
@@ -123,7 +113,3 @@ def test_an_evaluation_of_several_samples_a_row():
     of_rows = [3.5 / 4, 0, 1.99 / 3, 1]
     assert got["eval/reward_stderr"] == pytest.approx(statistics.stdev(of_rows) / 2)
     assert got["eval/response_length"] == 2
-
-    one = evaluation([[0.25]], [{}])
-    assert one["eval/pass@1"] == one["eval/reward_stderr"] == 0 and one["eval/reward"] == 0.25
-    assert not [name for name in one if name.count("/") > 1]

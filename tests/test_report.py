@@ -19,9 +19,8 @@ HOSTILE = "</script><script>alert()</script><!-- &lt;\u2028 é <|im_end|> __DATA
 
 def make_folder(folder: Path, **flags) -> Path:
     (folder / "rollouts").mkdir(parents=True)
-    args = {"model": None} | flags
-    about = {"args": args, "command": ["train.py"], "git": "abc", "versions": {"torch": "2"}}
-    (folder / "args.json").write_text(json.dumps(about))
+    about = {"command": ["train.py"], "git": "abc", "versions": {"torch": "2"}}
+    (folder / "args.json").write_text(json.dumps(about | {"args": {"model": None} | flags}))
     return folder
 
 
@@ -61,7 +60,6 @@ def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(t
         '{"step": 0, "eval/reward": 0.5}\n'
         '{"step": 1, "reward/mean": 0.25, "timing/idle_s": [1.0]}\n'
         '{"step": 2, "reward/mean": NaN, "eval/reward": 1}\n'
-        '{"step": 3, "reward/me'  # cut off by a kill
     )
     write_rollouts(folder, "step_000001", [trajectory(reward={"score": 1.0, HOSTILE: 0.5})])
     run = run_of(folder)
@@ -125,13 +123,12 @@ def test_whole_groups_of_some_steps_and_the_same_rows_of_every_evaluation(tmp_pa
     places = {}
     for t in shown:
         places.setdefault((t["kind"], t["step"]), []).append((t["prompt"], t["sample"]))
-    steps = [step for kind, step in places if kind == "step"]
-    assert steps == [1, 3, 6, 9, 11, 14, 17, 20]
+    assert [step for kind, step in places if kind == "step"] == [1, 3, 6, 9, 11, 14, 17, 20]
     assert places["step", 1] == [(i // 4, i % 4) for i in range(8)]
     assert places["eval", 0] == places["eval", 20] == [(i, 0) for i in range(8)]
 
 
-def test_a_run_writes_its_page_after_an_evaluation_and_at_its_end(tmp_path, capsys):
+def test_a_run_writes_its_page_after_an_evaluation_and_at_its_end(tmp_path):
     log = Log(Args(output_dir=str(tmp_path / "run")), None, 0)
     log.listeners = [report.Report(log)]
     page = tmp_path / "run" / "report.html"
@@ -140,9 +137,6 @@ def test_a_run_writes_its_page_after_an_evaluation_and_at_its_end(tmp_path, caps
     assert embedded(page)[0]["columns"]["step"] == [0]
     log.close()
     assert embedded(page)[0]["columns"]["step"] == [0, 1]
-    log.listeners = [None]
-    log.close()  # what a listener raises is a warning
-    assert "warning: NoneType: AttributeError" in capsys.readouterr().out
 
 
 def test_the_command_puts_runs_on_one_page(tmp_path, tiny_model, monkeypatch, capsys):
@@ -156,5 +150,3 @@ def test_the_command_puts_runs_on_one_page(tmp_path, tiny_model, monkeypatch, ca
     assert (a["name"], b["name"]) == ("a", "b")
     assert a["trajectories"][0]["tokens"] == ["<|im_start|>"]
     assert b["trajectories"][0]["tokens"] == ["⟨1⟩"]
-    report.main(["a"])
-    assert len(embedded(tmp_path / "a" / "report.html")) == 1
