@@ -340,7 +340,7 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         prefix_ids         (B, L) input_ids in which different images have different placeholders
                            (`same_images`), so that equal prefixes have equal images
     If an output has extra["told_prompt_ids"] (--hints):
-        told               a dict like this one, for the same outputs with these prompts"""
+        hinted             a dict like this one, for the same outputs with these prompts"""
 
     def padded(rows, dtype=np.int64, padding=0):
         # np.array is faster than torch.tensor for long lists.
@@ -370,9 +370,9 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     images = [output.images for output in outputs]
     if any(images):
         tensors |= same_images(tensors["input_ids"], images, image_token_id)
-    told = told_outputs(outputs)
-    if told:
-        tensors["told"] = collate(told, image_token_id)
+    hinted = told_outputs(outputs)
+    if hinted:
+        tensors["hinted"] = collate(hinted, image_token_id)
     return tensors
 
 

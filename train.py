@@ -203,7 +203,7 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
         batch.update(scores)
         run.clock.lap("logprobs_old")
     if run.reference:
-        seen = batch.get("told", batch)  # with --hints, the same responses after prompts with hints
+        seen = batch.get("hinted", batch)  # the same responses, after prompts with hints
         names = ["logprobs"]
         if args.kl_top:
             names += ["top_logprobs", "top_ids"]

@@ -118,17 +118,14 @@ def rendered(tokenizer, prompt, tools=None) -> int:
     return len(ids)
 
 
-@pytest.mark.parametrize("side, kept", [
-    ("left", "abcdefg..."), ("right", "...tuvwxyz"), ("middle", "abcd...xyz"),
-])  # fmt: skip
-def test_an_overlong_prompt_is_cut(tokenizer, side, kept):
+def test_an_overlong_prompt_is_cut(tokenizer):
     text = "abcdefghijklmnopqrstuvwxyz"
     chats = [[BRIEF, {"role": "user", "content": text}], [BRIEF]]
     limit = rendered(tokenizer, chats[0]) - 16
-    args = Args(max_prompt_tokens=limit, prompt_truncate_side=side)
+    args = Args(max_prompt_tokens=limit, prompt_truncate_side="middle")
     rows = [{"prompt": chat} for chat in copy.deepcopy(chats)]
     first, second = data.filter_overlong(rows, tokenizer, SimpleNamespace(), args)
-    assert first["prompt"] == [BRIEF, {"role": "user", "content": kept}]
+    assert first["prompt"] == [BRIEF, {"role": "user", "content": "abcd...xyz"}]
     assert rendered(tokenizer, first["prompt"]) == limit
     assert second["prompt"] == chats[1]  # it fits
 

@@ -73,9 +73,9 @@ def test_a_batch_keeps_the_told_sequences_of_its_rows(tokenizer):
         tell(outputs[-1], row, loop_of(tokenizer))
     batch = data.collate(outputs)
     kept = data.select_rows(batch, [1, 2])
-    expected = [batch["lengths"][1], batch["told"]["lengths"][2]]
-    assert kept["told"]["lengths"].tolist() == expected
-    assert "told" not in data.collate([outputs[1]])
+    expected = [batch["lengths"][1], batch["hinted"]["lengths"][2]]
+    assert kept["hinted"]["lengths"].tolist() == expected
+    assert "hinted" not in data.collate([outputs[1]])
 
 
 def test_advantages_are_what_the_hint_makes_likelier(tiny_model, process_group):

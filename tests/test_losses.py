@@ -177,7 +177,6 @@ def test_policy_loss_and_its_gradient(kind, clips):
     ("gmpo", [1, 0, 0, 0], (0.4 - 1 + 1.5 + 0.1) / 4),
     ("cispo", [1, 1, 1, 0], None),
     ("sapo", [0, 0, 0, 0], None),
-    ("reinforce", [0, 0, 0, 0], None),
 ])  # fmt: skip
 def test_stats_of_policy_loss(kind, clipfrac, log_ratio_of_row):
     log_ratio = t([[1, -1, 1.5, 0.1]])
@@ -196,7 +195,6 @@ GEO = 2 ** (1 / 3)
 
 @pytest.mark.parametrize("kind, weights, clipped", [
     ("none", [1, 1, 1], [0, 0, 0]),
-    ("bypass", [1, 1, 1], [0, 0, 0]),
     ("tis", [0.5, 1, 1.5], [0, 0, 1]),
     ("icepop", [0, 1, 0], [0, 0, 0]),
     ("seq_tis", [1.5, 1.5, 1.5], [1, 1, 1]),

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -359,16 +358,6 @@ def test_sampling_parameters():
     # Evaluation is greedy, unless it takes several samples.
     assert args.sampling(validate=True) == {"temperature": 0.0, "top_k": 20}
     assert Args(temperature=0.7, eval_samples=4).sampling(validate=True)["temperature"] == 0.7
-
-
-def test_rows_that_are_dropped_are_counted_and_evaluations_have_no_hints(monkeypatch):
-    monkeypatch.setattr(train.models, "load_tokenizer", lambda args, task: (None, None))
-    monkeypatch.setattr(data, "filter_overlong", lambda rows, *more: [*rows[1:], more[2].hints])
-    rows = {"train": [1, 2], "val": [3]}
-    args = Args(algo="opsd", model="x")
-    *_, kept = train.load_tokenizer_and_rows(args, SimpleNamespace(), rows)
-    assert kept == {"train": [2, True], "val": [False]}
-    assert rows == {"train": [1, 2], "val": [3]}  # the banner compares both
 
 
 def test_a_damaged_rollout_file_is_named(tmp_path):
