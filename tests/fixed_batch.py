@@ -71,14 +71,12 @@ def gradients(
     batch["logprobs_old"] += 0.3 * torch.randn(shape, generator=generator)  # some are clipped
     batch["logprobs_rollout"] = batch["logprobs_old"] - torch.randn(shape, generator=generator)
     kept = {}
-    zero_grad = optimizer.zero_grad
 
-    def keep_gradients(**kwargs):
+    def keep_gradients(*_):
         for name, p in policy.named_parameters():
             kept[name.removeprefix("module.")] = whole(p.grad).clone()
-        zero_grad(**kwargs)
 
-    optimizer.zero_grad = keep_gradients
+    optimizer.register_step_post_hook(keep_gradients)
     names = ["response_mask", "unit_tokens", "advantages"]
     names += ["logprobs_old", "logprobs_rollout", "logprobs_ref"]
     names += {"imitation_mask", "ref_top_logprobs"} & batch.keys()

@@ -22,11 +22,9 @@ def refused(function, naming: str = "") -> None:
 
 FLAGS = [
     ("lr", "nan"),
-    ("lr", "x"),
     ("group_size", "0"),
-    ("deterministic", "maybe"),
-    ("model", ""),
     ("rollout_correction", "x"),
+    ("agent_args", '{"max_images": 0}'),
     ("sampling_args", '{"temperature": 1}'),
 ]
 
@@ -50,11 +48,8 @@ ROWS = [
     ([], "load('train') has no rows"),
     ([{"prompt": CHAT}, {"x": "hello"}], "row 1 of load('train') has no column 'prompt'"),
     ([{"prompt": [{"content": "hello"}]}], "'prompt' must be a text or a list of chat messages"),
-    ([{"prompt": [{"role": "user", "content": [{"type": "video"}]}]}], ""),
     ([{"prompt": CHAT, "extra_info": "x"}], "extra_info"),
     ([{"prompt": CHAT, "tools_kwargs": {"nobody": {}}}], "nobody"),
-    ([{"prompt": CHAT, "agent_name": "nobody"}], "nobody"),
-    ([{"prompt": CHAT, "interaction_kwargs": {"name": "nobody"}}], "nobody"),
     ([{"prompt": CHAT, "demonstration": CHAT}], "row 0 of"),
     ([{"prompt": CHAT, "demonstration": [{"role": "assistant", "tool_calls": [BAD]}]}], "row 0 of"),
 ]
@@ -78,7 +73,6 @@ TASKS = [
     ("def (", "task.py does not import: SyntaxError"),
     (LOAD + REWARD + "import no_such_module\n", "does not import, line 3: ModuleNotFoundError"),
     (REWARD, "task.py has no function load"),
-    (REWARD + "def load(split): return 5", "load"),
     (REWARD + "def load(split): raise KeyError('a')", "load"),
 ]
 
