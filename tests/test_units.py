@@ -1,7 +1,10 @@
 """A unit, which shares one reward, weighs one: however many outputs it is cut into."""
 
 import asyncio
+import contextlib
 import random
+import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,8 @@ import data
 import losses
 import train
 from agent_loop import RESPONSE_LISTS, AgentLoopOutput
+from flatrl import signals
+from flatrl.bad_input import BadReward
 from flatrl.metrics import describe, describe_eval
 from rollout import Rollouts, set_rewards
 from train import PRESETS, Args
@@ -199,6 +204,18 @@ def test_the_tasks_reward_is_asked_once_for_each_unit_without_one():
     with pytest.raises(ValueError, match="output 0 of a rollout has the reward 0.5, but its unit"):
         graded(played(0, 0, 0, 0.5), played(0, 0, 1, 1.0))
     assert graded(played(0, 0, 0, 0.5), played(0, 0, 1, 0.5)) == [0.5, 0.5]
+
+
+def test_a_reward_that_hides_its_use_of_alarms_is_refused(monkeypatch):
+    monkeypatch.setattr(signals, "REFUSED", threading.Event())
+
+    def reward(output, row):
+        with contextlib.suppress(Exception):
+            signal.signal(signal.SIGALRM, print)
+        return 1.0
+
+    with pytest.raises(BadReward, match="signal.alarm, which works in the main thread only"):
+        graded(played(0, 0, 0, None), reward=reward)
 
 
 def test_a_unit_without_a_sampled_token_counts_in_its_groups_mean():
