@@ -51,7 +51,7 @@ from agent_loop import (
     expand,
     in_time,
 )
-from flatrl.bad_input import BadReward, NothingLeft, check_ids, need, refusing
+from flatrl.bad_input import BadReward, NothingLeft, check_ids, need, reason, refusing
 from flatrl.compact import compact
 from flatrl.hints import tell
 from flatrl.launch import Bar
@@ -91,8 +91,8 @@ class _Request:
     """One call of `Engine.generate`."""
 
     call_id: str  # unique in the run: vLLM's request id
-    trajectory: str  # the name of the trajectory that calls
-    turn: int  # how often the trajectory had called before
+    rollout_name: str  # of the rollout that calls
+    turn: int  # how often the rollout had called before
     prompt_ids: list[int]
     params: dict  # vLLM's sampling parameters
     images: list | None
@@ -149,13 +149,13 @@ class Engine:
         if args.tp > 1:
             self.team, _ = dist.new_subgroups(args.tp, timeout=PATIENCE, backend="gloo")
 
-        # Both threads use these, under the lock.
-        self.lock = threading.Condition()
+        # Both threads use these, and hold `changed` meanwhile.
+        self.changed = threading.Condition()
         self.inbox = []  # requests that vLLM does not have yet
-        self.active = set()  # trajectories whose agent loops are running
-        self.poked = False  # whether a waiting `step` should return
+        self.active = set()  # names of rollouts that run: --deterministic waits for them
+        self.must_return = False  # whether a waiting `step` should return
         # Only the background thread uses this, except that `sleep` clears it.
-        self.calls = Counter()  # of `generate`, by trajectory
+        self.calls = Counter()  # of `generate`, by rollout name
         # Only the main thread uses these.
         self.running = {}  # call_id -> request that vLLM has
         self.statistics = Counter()  # sums since the engine was built: see Rollouts
@@ -214,7 +214,7 @@ class Engine:
         """Maps the KV cache; the engine can generate from here on."""
         self._require("synced")
         self.core.wake_up(tags=["kv_cache"])
-        self.poked = False  # an earlier rollout may have left it set
+        self.must_return = False  # an earlier rollout may have left it set
         self.state = "awake"
 
     def sleep(self, level: int = 2, keep: bool = False):
@@ -225,19 +225,19 @@ class Engine:
         `keep` they raise RuntimeError. On a CPU, and with enable_sleep_mode false in
         --engine_args, no memory is freed; all else is the same."""
         self._require("awake")
-        with self.lock:
+        with self.changed:
             n = len(self.requests)
         if n and not keep:
             raise RuntimeError(f"{n} requests are unfinished: end the rollout first")
         if keep:
             self.mark_versions()
-        else:  # no trajectory is running
+        else:  # no rollout is running
             self.calls.clear()
         self.core.sleep(level, "keep" if keep else "abort")
         self.state = "asleep"
 
     def mark_versions(self):
-        """Records for each unfinished request which of its tokens the current weights sampled.
+        """Records which tokens of unfinished requests the current weights sampled, and counts them.
 
         Call it before the weights change."""
         for state in self.core.output_processor.request_states.values():
@@ -246,7 +246,7 @@ class Engine:
                 self._stamp(request, state.detokenizer.num_output_tokens())
 
     def _stamp(self, request, n_tokens):
-        """Records the current version for the newest of a request's n_tokens sampled tokens."""
+        """Records the version of the newest of a request's n_tokens tokens, and counts them."""
         n_new = n_tokens - len(request.versions)
         request.versions += [self.version] * n_new
         self.statistics["tokens"] += n_new
@@ -271,7 +271,7 @@ class Engine:
     ) -> TokenOutput:
         """Samples the tokens that follow a prompt; waits while the engine sleeps or trains.
 
-        request_id names the trajectory. The sampling seed is a function of --seed, this name
+        request_id names the rollout. The sampling seed is a function of --seed, this name
         and the number of the call. sampling_params are vLLM's. image_data: PIL images, each with
         one placeholder in prompt_ids. Raises ValueError for prompt_ids that are invalid or
         longer than the window, and for bad sampling parameters."""
@@ -291,44 +291,44 @@ class Engine:
         future = asyncio.get_running_loop().create_future()
         call_id = f"{request_id}#{turn}"
         request = _Request(call_id, request_id, turn, prompt_ids, params, image_data, future)
-        with self.lock:
+        with self.changed:
             self.inbox.append(request)
-            self.lock.notify()
+            self.changed.notify()
         result = await future
         if isinstance(result, Exception):
             raise result
         return result
 
-    def enter(self, trajectory: str):
-        """Records that a trajectory starts: with --deterministic, model steps wait for its call."""
-        with self.lock:
-            self.active.add(trajectory)
+    def enter(self, rollout_name: str):
+        """Records that a rollout starts: with --deterministic, model steps wait for its call."""
+        with self.changed:
+            self.active.add(rollout_name)
 
-    def leave(self, trajectory: str):
-        """Records that a trajectory has ended."""
-        with self.lock:
-            self.active.discard(trajectory)
-            self.lock.notify()
-        self.calls.pop(trajectory, None)
+    def leave(self, rollout_name: str):
+        """Records that a rollout has ended."""
+        with self.changed:
+            self.active.discard(rollout_name)
+            self.changed.notify()
+        self.calls.pop(rollout_name, None)
 
     def poke(self):
         """Makes a waiting `step` return, so that its caller checks again for ended groups."""
-        with self.lock:
-            self.poked = True
-            self.lock.notify()
+        with self.changed:
+            self.must_return = True
+            self.changed.notify()
 
     # -- main thread
 
     @property
     def requests(self) -> list[_Request]:
-        """All unfinished requests that somebody awaits. Call it under the lock."""
+        """All unfinished requests that somebody awaits. Hold `changed` when you call it."""
         requests = (*self.inbox, *self.running.values())
         return [request for request in requests if not request.is_given_up]
 
     @property
     def pending(self) -> set[str]:
-        """The names of the trajectories that wait for tokens."""
-        return {request.trajectory for request in self.requests}
+        """The names of the rollouts that wait for tokens."""
+        return {request.rollout_name for request in self.requests}
 
     def _has_work(self):
         """Returns whether a model step can start now."""
@@ -344,17 +344,17 @@ class Engine:
         self._require("awake")
         started = time.perf_counter()
         added = []
-        with self.lock:
-            self.lock.wait_for(lambda: self.poked or self._has_work(), timeout)
+        with self.changed:
+            self.changed.wait_for(lambda: self.must_return or self._has_work(), timeout)
             # After `poke` the caller checks first whether the batch is complete, then comes back.
-            has_work = self._has_work() and not self.poked
-            self.poked = False
+            has_work = self._has_work() and not self.must_return
+            self.must_return = False
             if has_work:
                 added = self.inbox
                 self.inbox = []
         self.statistics["idle_s"] += time.perf_counter() - started
         if self.args.deterministic:
-            added.sort(key=lambda request: (request.trajectory, request.turn))
+            added.sort(key=lambda request: (request.rollout_name, request.turn))
         self._advance(added, runs_model=has_work)
 
     def _advance(self, added: Sequence[_Request] = (), runs_model=False, aborts_all=False):
@@ -414,12 +414,12 @@ class Engine:
                     request = self.running.pop(output.request_id)
                     results.append((request, self._result(request, output)))
 
-        def hand_out():  # on the background thread
+        def hand_out():  # on the background thread, once for the whole step
             for request, result in results:
                 if not request.future.done():
                     request.future.set_result(result)
 
-        if results and self.leader:  # wake the background thread once for the whole step
+        if results and self.leader:  # on followers `future` is None
             loop = results[0][0].future.get_loop()
             loop.call_soon_threadsafe(hand_out)
 
@@ -449,7 +449,7 @@ class Engine:
         """Drops all requests, whose agent loops were cancelled. No other pool may be running.
 
         It leaves the futures alone: a second cancellation would interrupt the loops' cleanup."""
-        with self.lock:
+        with self.changed:
             self.inbox.clear()
             self.active.clear()
         self._advance(aborts_all=True)
@@ -460,7 +460,7 @@ class Engine:
 
 @dataclass
 class Rollouts:
-    """The rollouts of one step, from all ranks.
+    """The rollouts of one step, from all ranks; or those of one prompt's group.
 
     outputs: in the order of (prompt, sample, segment). Each output.extra has these three numbers,
     and its row's "index". Token lists are of the class Numbers (flatrl/compact.py), which acts like
@@ -508,7 +508,7 @@ class Rollouts:
 
     @property
     def lost(self) -> Counter:
-        """The number of rollouts lost as "failed_agent_loop", "failed_reward" and "skipped"."""
+        """The number of rollouts lost, by kind: "skipped" and the kinds of `Pool._failure`."""
         return Counter(error["kind"] for error in self.errors) + Counter(skipped=self.skipped)
 
     def sort(self):
@@ -596,7 +596,7 @@ class Member:
 
 
 @dataclass
-class Demonstration:
+class DemonstrationEngine:
     """An engine that replays a demonstration: each call returns its next turn.
 
     turns: the assistant's messages that are still to come.
@@ -634,13 +634,13 @@ class Demonstration:
 
 
 @dataclass(eq=False)
-class Session:
+class RolloutEngine:
     """The engine of one rollout: an agent loop gets it in place of the Engine.
 
     Calls go out under the rollout's own name, not the loop's request_id, so that sampling seeds
     depend on (seed, step, prompt, sample, turn) alone."""
 
-    engine: Engine | Demonstration | None  # None once the loop is over
+    engine: Engine | DemonstrationEngine | None  # None once the loop is over
     name: str
     generate_s: float = 0.0  # seconds spent in calls
     callers: set = field(default_factory=set)  # the tasks that await a call now
@@ -663,14 +663,14 @@ class Session:
             self.generate_s += time.perf_counter() - started
 
     def close(self):
-        """Ends the session: cancels calls that the loop left behind in tasks of its own."""
+        """Ends the rollout: cancels calls that the loop left behind in tasks of its own."""
         self.engine = None
         for caller in self.callers:
             caller.cancel()
 
 
 async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list[AgentLoopOutput]:
-    """Runs the agent loop of a row. Returns its outputs, with their place in the batch in `extra`.
+    """Runs the agent loop of a row. Returns its outputs, completed by `complete_output`.
 
     run: train.Run. row: a copy, to which columns are added and which the loop may change.
     sampling: vLLM's parameters. Raises whatever the loop raises, TypeError if it returns anything
@@ -678,9 +678,9 @@ async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list
     args = run.args
     engine = run.engine
     row |= {"step": member.step, "rollout_n": member.sample, "validate": member.validate}
-    session = Session(engine, member.name)
+    rollout_engine = RolloutEngine(engine, member.name)
     loop_class = agent_loop_class(row, run.task, args)
-    loop = loop_class(session, run.tokenizer, run.processor, run.task, args)
+    loop = loop_class(rollout_engine, run.tokenizer, run.processor, run.task, args)
 
     # A copy, because the loop may change its parameters: add a stop, for example.
     sampling_params = copy_containers({**sampling, "stop_token_ids": engine.stop_token_ids})
@@ -691,8 +691,8 @@ async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list
 
     turns = list(member.demonstration)
     if turns:
-        # Only now, because it needs the loop, which was built with the session.
-        session.engine = Demonstration(turns, loop, set(engine.stop_token_ids))
+        # Only now, because it needs the loop, which was built with its engine.
+        rollout_engine.engine = DemonstrationEngine(turns, loop, set(engine.stop_token_ids))
 
     # Tool and chat agents end at trajectory_timeout by themselves, and keep their tokens. A call
     # under way, calc_reward, release and finalize may then take a tool timeout each.
@@ -702,7 +702,7 @@ async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list
     try:
         returned = await in_time(member.name, patience, loop.run(sampling_params, **row))
     finally:
-        session.close()
+        rollout_engine.close()
         print_tool_exceptions(loop)
     if turns:
         raise ValueError(f"the agent loop ended with {len(turns)} turns left to demonstrate")
@@ -720,7 +720,7 @@ async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list
         else:  # what a loop has set is not used
             output.extra.pop("told_prompt_ids", None)
     if outputs:
-        outputs[-1].metrics["generate_s"] = session.generate_s
+        outputs[-1].metrics["generate_s"] = rollout_engine.generate_s
     return outputs
 
 
@@ -728,18 +728,22 @@ PRINTED_TOOLS = set()  # the tools whose first exception was printed in this pro
 
 
 def print_tool_exceptions(loop: AgentLoopBase):
-    """Prints the first exception of each tool in this process."""
+    """Prints the first exception of each tool in this process, with its line in the task file."""
+    file = getattr(loop.task, "__file__", "")
     for name, error in loop.tool_exceptions.items():
         if name not in PRINTED_TOOLS:
             PRINTED_TOOLS.add(name)
-            print(f"\nthe tool {name!r} raised its first exception:", file=sys.stderr)
-            traceback.print_exception(error)
+            frames = traceback.extract_tb(error.__traceback__)
+            in_task = [frame for frame in frames if frame.filename == file]
+            last = (in_task or frames)[-1]
+            where = f"{last.filename}:{last.lineno}"
+            print(f"\nfirst exception of tool {name!r}: {reason(error)} ({where})", file=sys.stderr)
 
 
 def complete_output(output: AgentLoopOutput, segment: int, tokenizer, member: Member, row: dict):
     """Adds prompt, sample and segment to an output's `extra`, and fills in text and messages."""
-    place = {"prompt": member.prompt, "sample": member.sample, "segment": segment}
-    output.extra = {**output.extra, "index": row.get("index"), **place}
+    numbers = {"prompt": member.prompt, "sample": member.sample, "segment": segment}
+    output.extra = {**output.extra, "index": row.get("index"), **numbers}
     if member.demonstration:
         output.extra["demonstration"] = True
     if member.is_greedy:
@@ -774,7 +778,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
       - if a reward is not finite, or a turn's reward is at no token,
       - if an earlier output of a unit has another reward, which would be ignored,
       - if a unit is in two groups,
-    and BadReward if a reward is no number at all, or if the task's function uses an alarm."""
+    and BadReward if a reward is not a number, or if the task's function uses an alarm."""
     units = defaultdict(list)
     for output in outputs:
         units[output.unit].append(output)
@@ -802,9 +806,9 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
 
     for output in outputs:
         # Indexing a range allows -1 for the last token, and raises if the index is too large.
-        places = range(max(1, len(output.response_ids)))
+        positions = range(max(1, len(output.response_ids)))
         output.turn_rewards = [
-            (places[index], checked_number(value, "a turn's reward"))
+            (positions[index], checked_number(value, "a turn's reward"))
             for index, value in output.turn_rewards
         ]
 
@@ -812,7 +816,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
 def _checked_reward(reward, row, file):
     """Returns a reward as a float, or as a dict with a float under "score".
 
-    file: the task's, which the message names. Raises BadReward if the reward is no number at all,
+    file: the task's, which the message names. Raises BadReward if the reward is not a number,
     and ValueError if it is not finite: that costs its rollout only."""
     score = reward.get("score") if isinstance(reward, dict) else reward
     try:
@@ -837,9 +841,9 @@ RUNNING, DONE, NO_SIGNAL = range(3)
 class Pool:
     """Runs groups of rollouts on the background loop, and hands them out batch by batch.
 
-    Prompts have numbers and are trained in that order: a batch is the next `batch` prompts. While
-    a slow one is waited for, prompts of the next `staleness` batches may start, too, as in AReaL
-    (arXiv 2505.24298, sec. 5). Those wait in `generate` while the policy trains, and continue
+    Prompts have numbers and are trained in that order: a batch is the next `batch_size` prompts.
+    While a slow one is waited for, prompts of the next `staleness` batches may start, too, as in
+    AReaL (arXiv 2505.24298, sec. 5). Those wait in `generate` while the policy trains, and continue
     under the next weights. With batches of two and staleness 1:
 
         step                     0      1      2      3
@@ -855,7 +859,7 @@ class Pool:
     run: Any  # train.Run
     kind: str  # "train" or "eval"; part of the rollouts' names, and so of their seeds
     row_of: Callable[[int], dict]  # a prompt's number -> its row
-    batch: int
+    batch_size: int
     group_size: int
     sampling: dict
     step: int
@@ -863,7 +867,7 @@ class Pool:
     staleness: int = 0
     replacements: int = 0  # the most groups that a step replaces
     greedy: bool = False  # each group has a greedy baseline, its last member
-    first: int = 0  # the first prompt of the next batch
+    first_of_next_batch: int = 0  # a prompt
 
     def __post_init__(self):
         self.args = self.run.args
@@ -872,9 +876,9 @@ class Pool:
         self.store = dist.PrefixStore(f"{self.kind}-{self.step:08d}", self.run.store)
         self.n_members = self.group_size + self.greedy
         self.n_engines = dist.get_world_size() // self.args.tp
-        self.step_first = self.first  # the first prompt of this step's batch
-        self.prompts = self._prompts(self.first)  # those that this rank starts
-        self.limit = self.first  # prompts with smaller numbers may start
+        self.first_of_batch = self.first_of_next_batch
+        self.prompts = self._prompts(self.first_of_next_batch)  # those that this rank starts
+        self.limit = self.first_of_next_batch  # prompts with smaller numbers may start
         self.limit_changed = asyncio.Event()
         self.free_slots = asyncio.Semaphore(self._slots())  # for rollouts
         # The Rollouts of each prompt on this rank. The main thread takes those that have ended.
@@ -895,7 +899,7 @@ class Pool:
         if self.args.deterministic:
             return sys.maxsize  # `limit` alone bounds them: timing must not
         oversample = self.args.oversample if self.staleness else 1
-        n_groups = math.ceil(self.batch * oversample / self.n_engines)
+        n_groups = math.ceil(self.batch_size * oversample / self.n_engines)
         return max(self.n_members, min(MAX_CONCURRENT, n_groups * self.n_members))
 
     @property
@@ -910,7 +914,7 @@ class Pool:
 
         In the first --imitation_steps, by default in all, its row's `demonstration`."""
         n_steps = self.args.imitation_steps
-        if self.kind == "train" and (n_steps is None or prompt < n_steps * self.batch):
+        if self.kind == "train" and (n_steps is None or prompt < n_steps * self.batch_size):
             with suppress(BadInput):  # a bad row of a large table fails in its rollout
                 return self.row_of(prompt).get("demonstration") or ()
         return ()
@@ -918,7 +922,7 @@ class Pool:
     @property
     def needs_engine(self) -> bool:
         """True if the next batch has a prompt without a demonstration, or others may be running."""
-        prompts = range(self.first, self.first + self.batch)
+        prompts = range(self.first_of_next_batch, self.first_of_next_batch + self.batch_size)
         return self.staleness > 0 or any(not self.demonstration(prompt) for prompt in prompts)
 
     # -- background thread
@@ -938,9 +942,11 @@ class Pool:
 
     async def _work(self):
         """Starts rollouts as room and limit allow, on leaders, until it is cancelled."""
+        if not self.engine.leader:
+            return
         try:
             async with asyncio.TaskGroup() as self.tasks:
-                while self.engine.leader:  # which never changes
+                while True:
                     await self.free_slots.acquire()  # first, because a drawn prompt must be started
                     prompt = next(self.prompts)
                     while prompt >= self.limit:
@@ -1007,7 +1013,7 @@ class Pool:
     def _start_grader(self, group: Rollouts, member: Member, outputs: list[AgentLoopOutput]):
         """Adds compact copies of the outputs to the group, and starts a grader of the outputs.
 
-        The copies get their rewards when all ranks have them: see `wait_for_rewards`."""
+        The copies get their rewards later, in `_has_no_signal` and `wait_for_rewards`."""
         kept = [compact(output) for output in outputs]
         for output in kept:
             output.reward = None
@@ -1028,8 +1034,8 @@ class Pool:
         return [{name: getattr(output, name) for name in REWARD_FIELDS} for output in outputs]
 
     async def _has_no_signal(self, group: Rollouts) -> bool:
-        """Returns whether all members have one outcome, once they are graded (DAPO, arXiv
-        2503.14476, sec. 3.2). False without dynamic sampling; True if at most one member is left.
+        """Writes a group's rewards, once it is graded. Returns whether all outcomes are equal, or
+        at most one is left (DAPO, arXiv 2503.14476, sec. 3.2). False without dynamic sampling.
 
         Turn rewards nearly always differ, so they count only if all outcomes are 0."""
         if not self.replacements:
@@ -1058,9 +1064,9 @@ class Pool:
         `wait_for_rewards`. The engine must be awake if the pool `needs_engine`. Raises Stopped,
         and NothingLeft if the batch has no sampled token."""
         self.step = step
-        self.step_first = self.first
+        self.first_of_batch = self.first_of_next_batch
         n_batches = min(1 + self.staleness, self.end_step - step)
-        capacity = self.first + n_batches * self.batch
+        capacity = self.first_of_next_batch + n_batches * self.batch_size
         if self.kind == "train" and getattr(self.run.task, "sampler", None):
             # Makes it choose all rows now, while all ranks have the same history.
             self.row_of(capacity + self.replacements - 1)
@@ -1068,27 +1074,27 @@ class Pool:
 
         states = []  # of the groups first, first + 1, ..., up to one that has not ended
 
-        def advance() -> bool:
+        def take_ended() -> bool:
             """Takes in groups that have ended. Returns whether they make a batch; if not, lets
             replacements start."""
             while not self._is_full(states):
-                state = self._read(str(self.first + len(states)))
+                state = self._read(str(self.first_of_next_batch + len(states)))
                 if state == RUNNING:
                     self._start_replacements(len(states), capacity)
                     return False
                 states.append(state)
             return True
 
-        finished = self._work_until(advance, self.title, self.batch)
+        finished = self._work_until(take_ended, self.title, self.batch_size)
         # Rank 0's: all leaders have the same, and the followers of a --tp team have none.
         states = gather_unless_stopped(states, not finished)[0]
 
-        numbered = enumerate(states, self.first)
+        numbered = enumerate(states, self.first_of_next_batch)
         without_signal = [prompt for prompt, state in numbered if state == NO_SIGNAL]
         self.n_without_signal += len(without_signal)
-        self.first += len(states)
+        self.first_of_next_batch += len(states)
         replaced = without_signal[: self.replacements]
-        return self._gather(range(self.step_first, self.first), replaced)
+        return self._gather(range(self.first_of_batch, self.first_of_next_batch), replaced)
 
     def _read(self, key: str) -> int:
         """Returns a number of the ranks' store, 0 if nobody has added to it."""
@@ -1098,13 +1104,13 @@ class Pool:
         """Returns whether the groups in these states make a batch.
 
         At most `replacements` groups without a signal are not counted."""
-        return len(states) - min(states.count(NO_SIGNAL), self.replacements) >= self.batch
+        return len(states) - min(states.count(NO_SIGNAL), self.replacements) >= self.batch_size
 
     def _start_replacements(self, n_ended: int, capacity: int):
         """Lets one prompt more than `capacity` start for each group without a signal.
 
         With --deterministic they start together, when all groups have ended on all ranks."""
-        all_have_ended = self.first + n_ended == self.limit
+        all_have_ended = self.first_of_next_batch + n_ended == self.limit  # 0 to 3 of limit 4
         if self.replacements and (all_have_ended or not self.args.deterministic):
             # Of those that were not handed out yet, also of later batches.
             n_without_signal = self._read("no_signal") - self.n_without_signal
@@ -1190,7 +1196,7 @@ class Pool:
         """Returns the prompt with which a run is resumed after steps_done steps.
 
         A step that was interrupted after its rollout takes its batch again."""
-        return self.first if steps_done > self.step else self.step_first
+        return self.first_of_next_batch if steps_done > self.step else self.first_of_batch
 
     def finish_running(self):
         """Waits until all running rollouts have finished, before an evaluation.
@@ -1242,7 +1248,7 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
     """Waits for the graders of all ranks, and writes the rewards to the outputs.
 
     A rollout whose reward failed is dropped and counted. Raises Stopped, BadReward if the task's
-    reward returned what is none, and NothingLeft if nothing is left."""
+    reward returned no number, and NothingLeft if nothing is left."""
     future = background.submit(_await_graders(rollouts.graders))
     while not future.done() and not stop.requested:
         wait([future], timeout=0.2)
@@ -1274,7 +1280,7 @@ def rollout(
         run=run,
         kind=kind,
         row_of=rows.__getitem__,
-        batch=len(rows),
+        batch_size=len(rows),
         group_size=group_size,
         sampling=sampling,
         step=step,
@@ -1318,18 +1324,18 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
             run.history.append([row, run.done])
         return rows[run.history[prompt][0]]
 
-    batch = args.prompts_per_step
+    batch_size = args.prompts_per_step
     return Pool(
         run=run,
         kind="train",
         row_of=row_of,
-        batch=batch,
+        batch_size=batch_size,
         group_size=args.group_size,
         sampling=args.sampling(),
         step=step,
         end_step=args.num_steps,
         staleness=args.max_staleness,
-        replacements=(args.max_gen_batches - 1) * batch,
+        replacements=(args.max_gen_batches - 1) * batch_size,
         greedy="baselines" in args.estimator_takes,
-        first=first,
+        first_of_next_batch=first,
     )

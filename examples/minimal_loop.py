@@ -38,7 +38,7 @@ import losses
 from agent_loop import AgentLoopOutput, ToolAgentLoop
 from examples import calculator
 from flatrl import devices, models
-from rollout import Engine, Session
+from rollout import Engine, RolloutEngine
 from train import Args, Policy, sync
 
 GROUP_SIZE = 8  # rollouts of one prompt, which are compared with each other
@@ -118,8 +118,8 @@ async def sample(engine, tokenizer, args, prompts, step) -> list[AgentLoopOutput
     for index, row in enumerate(prompts):
         for number in range(GROUP_SIZE):
             # The seed of each turn follows from this name, so runs can be repeated.
-            session = Session(engine, f"step {step}, prompt {index}, sample {number}")
-            loop = ToolAgentLoop(session, tokenizer, processor=None, task=calculator, args=args)
+            wrapped = RolloutEngine(engine, f"step {step}, prompt {index}, sample {number}")
+            loop = ToolAgentLoop(wrapped, tokenizer, processor=None, task=calculator, args=args)
             agents.append(loop.run({"temperature": 1.0}, prompt=[system, *row["prompt"]]))
     pending = asyncio.gather(*agents)
     while not pending.done():

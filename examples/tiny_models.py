@@ -26,7 +26,7 @@ from agent_loop import AgentLoopOutput, LoopArgs, agent_loop_class, task_tools
 from data import load_rows
 from flatrl.bad_input import need, refusing
 from flatrl.launch import Bar
-from rollout import Demonstration
+from rollout import DemonstrationEngine
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Each fixed string of examples/calculator.py is one token. None spans the end of a message, so
@@ -274,7 +274,7 @@ async def play(row: dict, task, tokenizer) -> list[tuple]:
     args = LoopArgs(max_response_tokens=window, max_model_len=window, max_assistant_turns=0)
     turns = list(row.get("demonstration") or ())
     loop = agent_loop_class(row, task, args)(None, tokenizer, None, task, args)
-    loop.engine = Demonstration(turns, loop, {tokenizer.eos_token_id})
+    loop.engine = DemonstrationEngine(turns, loop, {tokenizer.eos_token_id})
     with refusing(f"the demonstration of row {row['index']} can't be played"):
         outputs = await loop.run({}, **row, step=0, rollout_n=0, validate=False)
     outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)

@@ -52,7 +52,7 @@ def ask(engine, background):
         sampling = {"temperature": 1.0, "max_tokens": n, "ignore_eos": True, "stop_token_ids": []}
         call = engine.generate(request_id=name, prompt_ids=prompt, sampling_params=sampling)
         future = background.submit(call)
-        wait_for(lambda: any(request.trajectory == name for request in engine.inbox))
+        wait_for(lambda: any(request.rollout_name == name for request in engine.inbox))
         return future
 
     return ask

@@ -14,7 +14,7 @@ import data
 import train
 from agent_loop import BadInput, agent_loop_class
 from flatrl.metrics import batch_metrics
-from rollout import Demonstration, Rollouts
+from rollout import DemonstrationEngine, Rollouts
 from train import Args
 
 CALL = {
@@ -47,7 +47,7 @@ def play(tokenizer, turns, **flags):
     row = {"prompt": PROMPT}
     turns = loaded(demonstration=turns)["demonstration"]
     loop = agent_loop_class(row, CALCULATOR, args)(None, tokenizer, None, CALCULATOR, args)
-    loop.engine = Demonstration(turns, loop, {tokenizer.eos_token_id})
+    loop.engine = DemonstrationEngine(turns, loop, {tokenizer.eos_token_id})
     row |= {"step": 0, "index": 0, "rollout_n": 0, "validate": False}
     return asyncio.run(loop.run({}, **row)), turns
 
