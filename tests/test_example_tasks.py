@@ -29,12 +29,12 @@ gsm8k, gsm8k_user, tree, nim, bisection, maze = map(
 )
 
 
-def play(task, tokenizer, row: dict, *lines, validate: bool = False) -> list:
+def play(task, tokenizer, row: dict, *lines) -> list:
     """The graded outputs of one rollout by the task's own loop, marked as a pool marks them."""
     args = Args(max_response_tokens=1000, max_assistant_turns=10)
     engine = Script(tokenizer, lines)
     loop = agent_loop_class(row, task, args)(engine, tokenizer, None, task, args)
-    outputs = asyncio.run(loop.run({}, **row, step=0, rollout_n=3, validate=validate))
+    outputs = asyncio.run(loop.run({}, **row, step=0, rollout_n=3, validate=False))
     assert len(engine.prompts) == len(lines)
     outputs = outputs if isinstance(outputs, list) else [outputs]
     for segment, output in enumerate(outputs):
@@ -61,7 +61,6 @@ def test_the_calculators_rows_are_fixed_and_disjoint():
 @pytest.mark.parametrize("expression, value", [
     (" 12 - 85 ", "-73"),
     ("__import__('os')", "only numbers"),
-    ("1/0", "division by zero"),
     ("9**99999999", "the exponent is larger than"),  # 40 million digits, never computed
 ])  # fmt: skip
 def test_the_calculator(expression, value):
@@ -71,15 +70,14 @@ def test_the_calculator(expression, value):
         assert value in str(error)
 
 
-@pytest.mark.parametrize("text, score", [
-    ("so <answer> 1776\n</answer>.", 1.0),
-    (None, 0.0),
-    ("<answer>1</answer><answer>1776</answer>", 0.0),  # a list of guesses must not pay
-])  # fmt: skip
-def test_the_calculators_reward(text, score):
+def test_the_calculators_reward():
     row = {"reward_model": {"ground_truth": "1776"}}
-    assert calculator.reward(said(text), row) == score
-    assert calculator.reward(said(text, "tool"), row) == 0.0
+    right = "so <answer> 1776\n</answer>."
+    assert calculator.reward(said(right), row) == 1.0
+    # A list of guesses must not pay.
+    guesses = said("<answer>1</answer><answer>1776</answer>")
+    for other in (said(None), guesses, said(right, "tool")):
+        assert calculator.reward(other, row) == 0.0
 
 
 # ---------------------------------------------------------------- GSM8K
@@ -87,14 +85,11 @@ def test_the_calculators_reward(text, score):
 
 @pytest.mark.parametrize("text, truth, score, form", [
     ("so\n####  72 apples, not 80\n", "72", 1.0, 1.0),
-    ("#### -$5", "-5", 1.0, 1.0),
     ("#### 72\n#### 71", "72", 0.0, 1.0),
-    (None, "72", 0.0, 0.0),
 ])  # fmt: skip
 def test_the_reward_of_gsm8k(text, truth, score, form):
     row = {"reward_model": {"ground_truth": truth}}
     assert gsm8k.reward(said(text), row) == {"score": score, "format": form}
-    assert gsm8k.reward(said(text, "user"), row) == {"score": 0.0, "format": 0.0}
 
 
 WRONG = "That is wrong. Try again."
@@ -115,7 +110,6 @@ def test_the_user_answers_and_pays_by_turn(tokenizer, lines, replies, paid, righ
     assert rewards == ({len(output.response_ids) - 1: pytest.approx(paid)} if paid else {})
     assert output.reward == {"score": 0.0, "right": right}
     assert output.stop_reason == "stop"  # three wrong answers are an end, not a cut
-    assert gsm8k_user.INTERACTIONS[0].tries == {}
 
 
 # ---------------------------------------------------------------- several outputs
@@ -138,8 +132,6 @@ def test_a_tree_branches_after_the_first_call(tokenizer):
         assert (leaf.unit, leaf.group, leaf.reward) == (f"leaf {i}", "3/turn 1", float(i == 0))
         assert leaf.prompt_ids == prefix  # whole, and the leaf's own tokens alone are trained in it
         assert tokenizer.decode(leaf.response_ids) == text + END and set(leaf.response_mask) == {1}
-    (output,) = play(tree, tokenizer, QUESTION, CALL, RIGHT, validate=True)
-    assert (output.unit, output.group, output.reward) == ("", "", 1.0)
 
 
 @pytest.mark.parametrize("sticks, moves, rewards", [
@@ -177,27 +169,20 @@ def test_a_walk_through_a_maze(tokenizer):
     assert states[6] == "open n e w\ngoal 0 east 1 north"
     assert [reward for _, reward in output.turn_rewards if reward] == [1.0]
     assert output.metrics["interaction/maze/found"] == 1
-    assert maze.INTERACTIONS[0].envs == {}
-
-    (output,) = play(maze, tokenizer, row, "w", "north", *"ssssssss")
-    assert output.metrics["states"][2] == "Illegal: say n, e, s or w."
-    assert [reward for _, reward in output.turn_rewards if reward] == pytest.approx([-0.1])
 
 
 # ---------------------------------------------------------------- llm_judge.py
 
 
 def test_a_judge(monkeypatch):
-    """What it is asked, a second request after a failure, and grades that can't be read."""
-    requests = []
-    replies = iter([503, "Right.\n**Grade: 7/10**", "Grade: 3\nGrade: 9"])
+    """What it is asked, and its grade."""
+    asked = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        requests.append(json.loads(request.content))
-        reply = next(replies)
-        message = {"role": "assistant", "content": reply}
+        asked.append(json.loads(request.content)["messages"][0]["content"])
+        message = {"role": "assistant", "content": "Right.\n**Grade: 7/10**"}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
-        return httpx.Response(200 if isinstance(reply, str) else reply, json={"choices": [choice]})
+        return httpx.Response(200, json={"choices": [choice]})
 
     http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     connected = functools.partial(openai.AsyncOpenAI, http_client=http)
@@ -209,18 +194,11 @@ def test_a_judge(monkeypatch):
     chat = [{"role": "user", "content": "What is rust?"}, {"role": "assistant", "content": text}]
     output = output_of([1], messages=chat)
     row = {"reward_model": {"rubric": "Be right.", "ground_truth": "Iron oxide."}}
-
-    async def grades():
-        assert await judge.reward(output, row) == {"score": 0.7, "grade": 7}
-        with pytest.raises(ValueError, match='2 lines "Grade: N"'):
-            await judge.reward(output, row)
-
-    asyncio.run(grades())
-    assert len(requests) == 3 and requests[0] == requests[1]
-    (message,) = requests[0]["messages"]
+    assert asyncio.run(judge.reward(output, row)) == {"score": 0.7, "grade": 7}
+    (text,) = asked
     for part in ("user: What is rust?", "Rubric: Be right.", "Reference answer: Iron oxide."):
-        assert message["content"].count(part) == 1
-    assert message["content"].count("</answer_to_grade>") == 1  # the answer can't end its tag
+        assert text.count(part) == 1
+    assert text.count("</answer_to_grade>") == 1  # the answer can't end its tag
 
 
 # ---------------------------------------------------------------- two_hops.py
@@ -233,18 +211,14 @@ def test_two_searches_find_the_answer_and_one_does_not(tokenizer, monkeypatch):
         VERBS=[f"is {x} of" for x in "abcdefgh"],
         SUBJECTS=[f"thing {i}" for i in range(500)],
     )
-    package = "reasoning_gym"
-    for name in (package, f"{package}.cognition", f"{package}.cognition.needle_data"):
-        monkeypatch.setitem(sys.modules, name, words)
+    for name in ("", ".cognition", ".cognition.needle_data"):
+        monkeypatch.setitem(sys.modules, f"reasoning_gym{name}", words)
     task = load("two_hops")
     row = load_rows(task, "train")[5]
     name, verb, thing, other_verb, answer = task.people()[128 + 5]
     found = f"{name} {other_verb} {answer}."
     assert task.search(f"{verb} {thing} {other_verb}") != found
-    assert task.search("qwertz") == "Nothing found."
-
     lines = [f"search: {verb} {thing}", f"search: {name.upper()} {other_verb}", answer]
     (output,) = play(task, tokenizer, row, *lines)
     assert said_by(output, "user")[1:] == [f"{name} {verb} {thing}.", found]
     assert output.reward == 1.0
-    assert task.reward(said(f"{answer}."), row) == 0.0

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import functools
 import io
-import json
 import shutil
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import pytest
 import torch
 import vision_task
 from conftest import KEPT, SMALL_CACHE, metrics_of, output_of, rollouts_of, run, stepped
-from PIL import Image
 from test_agent_loop import Notes, Script, call, encode, tool_turn
 from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_task import Looker, picture
@@ -249,12 +247,11 @@ class Seeing(Script):
         return out
 
 
-def play(processor, row: dict, tool, seeing=True):
+def play(processor, row: dict, tool):
     """Plays a row whose agent calls the tool, then says "red"; returns output and engine."""
     engine = Seeing(processor.tokenizer, (CALL, "red"), processor=processor)
-    seen_by = processor if seeing else None
     task = SimpleNamespace(TOOLS=[tool])
-    loop = ToolAgentLoop(engine, processor.tokenizer, seen_by, task, LENGTHS)
+    loop = ToolAgentLoop(engine, processor.tokenizer, processor, task, LENGTHS)
     return asyncio.run(loop.run({}, **row)), engine
 
 
@@ -279,19 +276,6 @@ def test_the_engine_gets_a_placeholder_an_image_and_the_trainer_all(processor):
     assert output.response_mask == [1] * a + [0] * b + [1] * c
     assert output.turn_rewards == [(a - 1, 0.5)] and len(output.images) == 2
     assert output.messages[2]["content"] == [{"type": "text", "text": "here"}, {"type": "image"}]
-    json.dumps(output.messages)  # no image in them
-
-
-@pytest.mark.parametrize("image, seeing, said", [
-    (Image.new("RGB", (4000, 4)), True, "aspect ratio"),
-    (picture(1, 56, 56), False, "the tool returned an image, and this agent reads text only"),
-])  # fmt: skip
-def test_a_tools_image_that_cannot_be_shown_is_an_error(processor, image, seeing, said):
-    tool = show(ToolResponse(images=[image]))
-    output, _ = play(processor, {"prompt": user("Look.")}, tool, seeing)
-    content = str(output.messages[2]["content"])
-    assert content.startswith("Error: ") and said in content and output.images == []
-    assert output.metrics["tool_errors"] == 1
 
 
 def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(processor):
@@ -346,9 +330,6 @@ def test_images_in_each_form_that_data_sets_have(args, processor, tmp_path):
     assert len(check_one(row, args, processor, max_prompt_tokens=length)) == 1
     with pytest.raises(BadInput, match=f"the longest has {length} tokens"):
         check_one(row, args, processor, max_prompt_tokens=length - 1)
-    task = SimpleNamespace(load=lambda split: [{"prompt": "<image>", "photo": image}])
-    (row,) = data.load_rows(task, "train", image_key="photo")  # a single image, no list
-    assert row["images"] == [image] and row["prompt"] == user([{"type": "image"}])
 
 
 IMAGE = picture(1, 56, 56)
@@ -356,7 +337,6 @@ IMAGE = picture(1, 56, 56)
 
 @pytest.mark.parametrize("content, images, said", [
     ("<image>", [b"abc"], "can't be read"),
-    ("<image>", [IMAGE] * 2, "has 1 placeholders .* 'images' 2"),
     ("<image><image>", [IMAGE] * 2, "2 images are more than max_images 1"),
     (f"<image>{PLACE}", [IMAGE], "there are 1 images, but 2 placeholders"),
 ])  # fmt: skip
@@ -377,12 +357,8 @@ def test_train_with_images(tmp_path):
         *["--tokens_per_micro_batch", "160", "--gradient_checkpointing", "--shard"],
         *["--engine_args", SMALL_CACHE, "--output_dir", str(folder)],
     ]
-    said = run(*flags, by="torchrun")
-    assert PLACE not in said
-    steps = metrics_of(folder)[1:]
-    assert [row["step"] for row in steps] == [1, 2]
-    for row in steps:
+    run(*flags, by="torchrun")
+    for row in metrics_of(folder)[1:]:
         assert row["rollout/logp_diff_max"] < 1e-3 and row["actor/grad_norm"] > 0
         assert row["rollout/failed_agent_loop"] == 0 and row["rollout/trajectories"] == 8
     assert any(rollout["images"] for rollout in rollouts_of(folder, 2))
-    assert load_processor(train.Args(model=str(folder / "final"))).chat_template

@@ -1,7 +1,6 @@
 """The engine (vLLM's CPU build): states, sync, seeds; one rollout with everything that fails."""
 
 import asyncio
-import copy
 import dataclasses
 import math
 import pickle
@@ -11,14 +10,13 @@ import types
 
 import pytest
 import torch
-from conftest import generate, make_run, output_of, too_late
+from conftest import generate, make_run, output_of
 from transformers import AutoModelForCausalLM
 
 import data
 from agent_loop import AgentLoopBase, register
-from flatrl.bad_input import BadReward, NothingLeft
+from flatrl.bad_input import BadReward
 from flatrl.compact import compact
-from flatrl.processes import Stopped
 from rollout import Engine, rollout, training_pool, wait_for_rewards
 
 PROMPTS = [[random.Random(i).randrange(3, 250) for _ in range(5 + 3 * i)] for i in range(6)]
@@ -58,7 +56,6 @@ def test_seed_is_a_function_of_run_seed_trajectory_and_turn(engine, background, 
     engine.sleep()  # a new rollout counts turns from 0
     wake(engine, hf_model(tiny_model), 1)
     assert sample(1)[0] == first[0]  # whatever else is in the batch
-    assert data.stable_hash(0, "a", 1) != data.stable_hash(1, "a", 1)  # a run's seed takes part
 
 
 def test_stop_reasons_stop_tokens_and_stop_strings(engine, background, tiny_model, tokenizer):
@@ -74,7 +71,6 @@ def test_stop_reasons_stop_tokens_and_stop_strings(engine, background, tiny_mode
     n = out.token_ids.index(stop) + 1  # the stop token is included
     cut = sample(stop_token_ids=[stop])
     assert (cut.stop_reason, cut.token_ids) == ("stop", out.token_ids[:n])
-    assert len(cut.logprobs) == n
 
     letters = sample(temperature=1.0, max_tokens=60, stop=[*string.ascii_letters])
     ends = [tokenizer.decode([token]) in string.ascii_letters for token in letters.token_ids]
@@ -104,8 +100,6 @@ class TwoTurns(AgentLoopBase):
         sampling_params["max_tokens"] = 6
         trajectory = self.start(row)
         await self.assistant_turn(trajectory, sampling_params)
-        if row["extra"] == "slow":
-            await asyncio.sleep(random.random() * 0.05)
         trajectory.add_given([5, 6, 7])
         await self.assistant_turn(trajectory, sampling_params)
         trajectory.stop_reason = "stop"
@@ -176,10 +170,9 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
         if row["extra"] == "no reward" and output.extra["sample"] == 1:
             raise ZeroDivisionError("the grader broke")
         output.turn_rewards.append((-1, 0.25))
-        output.metrics["mine"] = 2
         return {"score": 0.5, "digits": 2} if row["extra"] == "dict" else 1
 
-    rows = make_rows("slow", "raise", "no reward", "skip", "list", "dict")
+    rows = make_rows("x", "raise", "no reward", "skip", "list", "dict")
     rollouts = play(reward, rows, group_size=2, step=3, version=3, task=__file__)
 
     segments = [(*members([output])[0], output.extra["segment"]) for output in rollouts.outputs]
@@ -190,8 +183,6 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
     assert rewards == [1.0] * 7 + [{"score": 0.5, "digits": 2}] * 2
 
     assert +rollouts.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 1}
-    failed = [(error["prompt"], error["sample"]) for error in rollouts.errors]
-    assert failed == [(1, 0), (1, 1), (2, 1)]
     error = rollouts.errors[2]["error"]
     assert error.endswith("ZeroDivisionError: the grader broke\n")
     assert f"failed_reward in step 4, prompt 2, sample 1: {error}" in capfd.readouterr().err
@@ -201,25 +192,21 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
         assert output.response_ids[given : given + 3] == [5, 6, 7]
         assert output.response_versions == [3 if m else -1 for m in output.response_mask]
         assert output.turn_rewards == [(len(output.response_ids) - 1, 0.25)]
-        assert output.metrics["mine"] == 2
     kept = sum(sum(output.response_mask) for output in rollouts.outputs)
     assert rollouts.statistics["tokens"] > kept  # those of dropped trajectories count, too
 
 
 def test_kept_outputs_are_compact_and_act_like_lists():
     output = output_of([1, 0, 1], ids=[300, 2**17, 7], version=3)
-    kept = copy.deepcopy(pickle.loads(pickle.dumps(compact(output))))
+    kept = pickle.loads(pickle.dumps(compact(output)))
     assert vars(kept) == vars(output) and vars(output) == vars(kept)
-    assert output.prompt_ids + kept.response_ids == [1, 2, 300, 2**17, 7]
-    assert type(kept.response_ids[1:]) is list and kept.response_ids[1:] == [2**17, 7]
+    assert output.prompt_ids + kept.response_ids[1:] == [1, 2, 2**17, 7]
 
 
 def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
     release = asyncio.Event()
-    started = []
 
     async def reward(output, row):
-        started.append(row["index"])
         if row["index"] == 1:
             raise RuntimeError("no")
         await release.wait()
@@ -229,63 +216,49 @@ def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
     rollouts = run.pool.rollout(0)
     engine.sleep()  # nothing to wait for: the trajectories are done
     assert [output.reward for output in rollouts.outputs] == [None] * 6
-    run.stop.ask = lambda: True
-    with pytest.raises(Stopped):
-        wait_for_rewards(rollouts, run.background, run.stop)
-    run.stop.ask = lambda: False
     run.background.loop.call_soon_threadsafe(release.set)
     wait_for_rewards(rollouts, run.background, run.stop)
 
-    assert sorted(started) == [0, 0, 1, 1, 2, 2]
     scores = sorted(output.reward["score"] for output in rollouts.outputs)
     assert scores == [0, 0.25, 2, 2.25]
     assert +rollouts.lost == {"failed_reward": 2}
-    wait_for_rewards(rollouts, run.background, run.stop)  # nothing is left to wait for
-    assert len(rollouts.outputs) == 4
 
 
 ENGINES: list = []
-SHARED: dict = {}  # the `extra` of all outputs
 
 
 @register("test_odd")
 class Odd(TwoTurns):
-    """Hangs if row["extra"] tells it to, spoils its row, and shares what it returns."""
+    """Spoils its row, and tells its engine."""
 
     async def run(self, sampling_params, **row):
-        if row["extra"] == "hang":
-            await too_late()
         row["prompt"].append({"role": "assistant", "content": "mine"})
         output = await super().run(sampling_params, **row)
         output.reward = 0.5 if row["extra"] == "own" else None
         ENGINES.append(self.engine)
-        output.extra = SHARED
         return output
 
 
-def test_what_hangs_cancels_itself_or_asks_the_engine_too_late_fails_alone(play):
+def test_a_reward_that_can_not_be_used_costs_its_rollout(play):
     async def reward(output, row):
         assert len(row["prompt"]) == 1
         if row["index"] == 1:
             asyncio.current_task().cancel()
         if row["index"] == 2:
             await ENGINES[0].generate(request_id="judge", prompt_ids=[5], sampling_params={})
-        await asyncio.sleep(0)
+        if row["index"] == 4:
+            output.turn_rewards.append((10**6, 1.0))
         output.response_ids.clear()  # what is trained is another list
-        output.extra.clear()
-        return 1.0
+        return {"score": math.nan} if row["index"] == 5 else torch.tensor(0.25)
 
-    rows = make_rows("x", "x", "x", "own", agent="test_odd")
+    rows = make_rows("x", "x", "x", "own", "x", "x", agent="test_odd")
     rollouts = play(reward, rows)
-    assert members(rollouts.outputs) == [(0, 0), (3, 0)] and SHARED == {}
-    assert [output.reward for output in rollouts.outputs] == [1.0, 0.5]
+    assert members(rollouts.outputs) == [(0, 0), (3, 0)]
+    assert [output.reward for output in rollouts.outputs] == [0.25, 0.5]
     assert all(output.response_ids for output in rollouts.outputs)
-    assert +rollouts.lost == {"failed_reward": 2}
+    assert +rollouts.lost == {"failed_reward": 4}
     assert "let the agent loop judge, while the engine is awake" in rollouts.errors[1]["error"]
     assert all(len(row["prompt"]) == 1 for row in rows)
-
-    with pytest.raises(NothingLeft, match="train-00000000-000000-0000 took longer than"):
-        play(reward, make_rows("hang", agent="test_odd"), trajectory_timeout=1)
 
 
 def test_a_greedy_baseline_is_one_more_member_of_each_group(pool_of, engine, args):
@@ -305,26 +278,7 @@ def test_a_greedy_baseline_is_one_more_member_of_each_group(pool_of, engine, arg
     assert rollouts.metrics(engine)["rollout/trajectories"] == 6
 
 
-@pytest.mark.parametrize("result", [None, {"x": 1}], ids=str)
-def test_a_reward_that_returns_no_number_ends_the_run(play, capfd, result):
+def test_a_reward_that_returns_no_number_ends_the_run(play):
     """Without these rollouts the mean would be that of the right answers alone."""
-    with pytest.raises(BadReward, match="for the row with index 1: return a number") as caught:
-        play(lambda output, row: result if row["index"] else 1.0, make_rows("x", "x"))
-    assert str(caught.value) in capfd.readouterr().err  # at once
-
-
-@pytest.mark.parametrize("spoil", [
-    lambda output: math.inf,
-    lambda output: {"score": math.nan},
-    lambda output: output.turn_rewards.append((10**6, 1.0)),
-    lambda output: output.turn_rewards.append((0, math.nan)),
-])  # fmt: skip
-def test_a_reward_that_can_not_be_used_costs_its_trajectory(spoil, play):
-    def reward(output, row):
-        result = spoil(output) if row["index"] == 0 else torch.tensor(0.25)
-        return 1.0 if result is None else result
-
-    rollouts = play(reward, make_rows("x", "x"))
-    assert [(o.extra["prompt"], o.reward) for o in rollouts.outputs] == [(1, 0.25)]
-    (failure,) = rollouts.errors
-    assert (failure["kind"], failure["prompt"]) == ("failed_reward", 0)
+    with pytest.raises(BadReward, match="for the row with index 1: return a number"):
+        play(lambda output, row: None if row["index"] else 1.0, make_rows("x", "x"))
