@@ -58,16 +58,12 @@ def test_the_calculators_rows_are_fixed_and_disjoint():
     assert questions[:3] == ["What is 15+35?", "What is 30+42?", "What is 87*98?"]
 
 
-@pytest.mark.parametrize("expression, value", [
-    (" 12 - 85 ", "-73"),
-    ("__import__('os')", "only numbers"),
-    ("9**99999999", "the exponent is larger than"),  # 40 million digits, never computed
-])  # fmt: skip
-def test_the_calculator(expression, value):
-    try:
-        assert calculator.calculator(expression) == value
-    except ValueError as error:
-        assert value in str(error)
+def test_the_calculator():
+    assert calculator.calculator(" 12 - 85 ") == "-73"
+    with pytest.raises(ValueError, match="only numbers"):
+        calculator.calculator("__import__('os')")
+    with pytest.raises(ValueError, match="the exponent is larger than"):
+        calculator.calculator("9**99999999")  # 40 million digits, never computed
 
 
 def test_the_calculators_reward():
@@ -83,12 +79,13 @@ def test_the_calculators_reward():
 # ---------------------------------------------------------------- GSM8K
 
 
-@pytest.mark.parametrize("text, truth, score, form", [
-    ("so\n####  72 apples, not 80\n", "72", 1.0, 1.0),
-    ("#### 72\n#### 71", "72", 0.0, 1.0),
+@pytest.mark.parametrize("text, score, form", [
+    ("so\n####  72 apples, not 80\n", 1.0, 1.0),
+    ("#### 72\n#### 71", 0.0, 1.0),
+    (None, 0.0, 0.0),
 ])  # fmt: skip
-def test_the_reward_of_gsm8k(text, truth, score, form):
-    row = {"reward_model": {"ground_truth": truth}}
+def test_the_reward_of_gsm8k(text, score, form):
+    row = {"reward_model": {"ground_truth": "72"}}
     assert gsm8k.reward(said(text), row) == {"score": score, "format": form}
 
 
@@ -96,19 +93,17 @@ WRONG = "That is wrong. Try again."
 NO_ANSWER = 'I see no answer. End with "#### N".'
 
 
-@pytest.mark.parametrize("lines, replies, paid, right", [
-    (["hm", "#### 62", "#### 63"], [NO_ANSWER, WRONG], 1 / 3, 1.0),
-    (["#### 60", "#### 61", "#### 62"], [WRONG, WRONG], 0.0, 0.0),
-])  # fmt: skip
-def test_the_user_answers_and_pays_by_turn(tokenizer, lines, replies, paid, right):
+def test_the_user_answers_and_pays_by_turn(tokenizer):
     rows = load_rows(gsm8k_user, "train")
     limits = Args(model="x", max_model_len=640)
     assert filter_overlong(rows, tokenizer, gsm8k_user, limits) == rows
-    (output,) = play(gsm8k_user, tokenizer, rows[0], *lines)  # 63
-    assert said_by(output, "user")[1:] == replies
+    (output,) = play(gsm8k_user, tokenizer, rows[0], "hm", "#### 62", "#### 63")
+    assert said_by(output, "user")[1:] == [NO_ANSWER, WRONG]
     rewards = {at: reward for at, reward in output.turn_rewards if reward}
-    assert rewards == ({len(output.response_ids) - 1: pytest.approx(paid)} if paid else {})
-    assert output.reward == {"score": 0.0, "right": right}
+    assert rewards == {len(output.response_ids) - 1: pytest.approx(1 / 3)}
+    assert output.reward == {"score": 0.0, "right": 1.0}
+
+    (output,) = play(gsm8k_user, tokenizer, rows[0], *["#### 60"] * 3)
     assert output.stop_reason == "stop"  # three wrong answers are an end, not a cut
 
 

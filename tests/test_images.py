@@ -66,13 +66,6 @@ def processor(args):
     return load_processor(args)
 
 
-def make_engine(args: train.Args, processor) -> Engine:
-    tokenizer = processor.tokenizer
-    stops = [tokenizer.eos_token_id]
-    KEPT.append(Engine(args.model, args, CPU, stops, len(tokenizer), processor.image_token_id))
-    return KEPT[-1]
-
-
 def make_policy(args, processor) -> train.Policy:
     return train.Policy(args, len(processor.tokenizer), Vision(processor))
 
@@ -92,9 +85,12 @@ def rows_of(args, processor, task=vision_task) -> list[dict]:
 
 def play_all(policy, background, args, processor, rows):
     """The outputs of one trajectory a row, sampled with the policy's weights."""
-    engine = make_engine(args, processor)
+    tokenizer = processor.tokenizer
+    stops = [tokenizer.eos_token_id]
+    engine = Engine(args.model, args, CPU, stops, len(tokenizer), processor.image_token_id)
+    KEPT.append(engine)
     train.sync(engine, policy, 0)
-    loops = [Looker(engine, processor.tokenizer, processor, vision_task, args) for _ in rows]
+    loops = [Looker(engine, tokenizer, processor, vision_task, args) for _ in rows]
     runs = [loop.run({"temperature": 1.0}, **row) for loop, row in zip(loops, rows)]
     outputs = stepped(engine, background, *runs)
     engine.sleep()
@@ -318,7 +314,7 @@ def test_images_in_each_form_that_data_sets_have(args, processor, tmp_path):
     image.save(path)
     raw = path.read_bytes()
     in_file = {"bytes": None, "path": str(path)}
-    for form in (image.convert("RGBA"), str(path), raw, {"bytes": raw, "path": None}, in_file):
+    for form in (image.convert("RGBA"), raw, {"bytes": raw, "path": None}, in_file):
         content = "<image>a" if form is raw else [{"type": "image"}, {"type": "text", "text": "a"}]
         [row] = check_one({"prompt": user(content), "images": [form]}, args, processor)
         assert row["prompt"] == user([{"type": "image"}, {"type": "text", "text": "a"}])

@@ -248,6 +248,7 @@ def test_a_reward_that_can_not_be_used_costs_its_rollout(play):
             await ENGINES[0].generate(request_id="judge", prompt_ids=[5], sampling_params={})
         if row["index"] == 4:
             output.turn_rewards.append((10**6, 1.0))
+        await asyncio.sleep(0)
         output.response_ids.clear()  # what is trained is another list
         return {"score": math.nan} if row["index"] == 5 else torch.tensor(0.25)
 

@@ -110,7 +110,6 @@ for session in (False, {new_session}):
 
 
 @pytest.mark.parametrize("end, seconds, code", [
-    ("os._exit(7)", HANGS, 7),
     ("time.sleep(3600)", 1.0, 128 + 9),
     ("time.sleep(3600)", HANGS, None),  # cancelled
 ])  # fmt: skip
@@ -128,7 +127,7 @@ def test_children_do_not_outlive_the_call(isolated, end, seconds, code):
     ended = asyncio.run(call())
     assert ended.cancelled() == (code is None)
     if code:
-        assert ended.result() == Result("so far\n", "", code != 7, code)
+        assert ended.result() == Result("so far\n", "", True, code)
     wait_for(lambda: programs() == [])
 
 
@@ -144,11 +143,9 @@ def test_retool_tells_what_a_program_printed(code, text, failed):
     assert response.text.endswith(text) and response.metrics["failed"] == failed
 
 
-@pytest.mark.parametrize("text, truth, reward", [
-    ("We add.\nAnswer: $\\boxed{34}$.", "34", 1.0),
-    ("<answer>34</answer><answer>35</answer>", "34", 0.0),
-])  # fmt: skip
-def test_retool_reward(text, truth, reward):
-    row = {"reward_model": {"ground_truth": truth}}
-    output = SimpleNamespace(messages=[{"role": "assistant", "content": text}])
-    assert retool.reward(output, row) == reward
+def test_retool_reward():
+    row = {"reward_model": {"ground_truth": "34"}}
+    guesses = "<answer>34</answer><answer>35</answer>"
+    for text, reward in (("We add.\nAnswer: $\\boxed{34}$.", 1.0), (guesses, 0.0)):
+        output = SimpleNamespace(messages=[{"role": "assistant", "content": text}])
+        assert retool.reward(output, row) == reward
