@@ -21,12 +21,12 @@ from flatrl.bad_input import BadInput, need
 
 # How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
-# The key under which the ranks' store counts those that were told to stop.
+# The key under which the ranks' store counts those that were asked to stop.
 STOP = "stop"
 
 
 class Stopped(Exception):
-    """The run was told to stop. All ranks raise it together, and train.finish saves first."""
+    """The run was asked to stop. All ranks raise it together, and train.finish saves first."""
 
 
 # ---------------------------------------------------------------- what ranks tell each other
@@ -87,7 +87,7 @@ def ranks_of_host() -> int:
 
 
 class Stop:
-    """Whether Ctrl-C or SIGTERM has told the run, on any rank, to stop.
+    """Whether Ctrl-C or SIGTERM has asked the run, on any rank, to stop.
 
     All ranks then finish an update that has begun, or drop a rollout that is under way. They
     save, and end. store: shared by the ranks."""
@@ -111,7 +111,7 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        """Whether a rank was told to stop, or has failed."""
+        """Whether a rank was asked to stop, or has failed."""
         return self.store.add(STOP, int(self.is_requested)) > 0
 
 
