@@ -40,11 +40,18 @@ class Signature:
         self.name = getattr(function, "__name__", repr(function))
         try:
             self.schema = get_json_schema(function)
-            names = self.schema["function"]["parameters"]["properties"]
+            properties = self.schema["function"]["parameters"]["properties"]
             hints = get_type_hints(function)
-            self.adapters = {name: TypeAdapter(hints[name], config=self.CONFIG) for name in names}
+            self.adapters = {}
+            for name, property in properties.items():
+                adapter = TypeAdapter(hints[name], config=self.CONFIG)
+                self.adapters[name] = adapter
+                if property.get("type") == "object":  # also what transformers does not know: enums
+                    property |= adapter.json_schema()
+                if not {"type", "enum"} & property.keys():
+                    raise ValueError(f"the type hint of {name!r} has more than one JSON type")
             self.signature = inspect.signature(function)
-            self.signature.bind(**dict.fromkeys(names))
+            self.signature.bind(**dict.fromkeys(properties))
         except Exception as error:
             reason = " ".join(str(error).split())[:400]
             raise BadInput(

@@ -110,6 +110,13 @@ def test_arguments_become_what_the_hint_names(hint, value, got):
     assert read(taking(hint), x=value) == repr(got)
 
 
+def test_the_schema_says_what_a_call_may_hold():
+    schema = as_tool(taking(Colour)).schema["function"]["parameters"]["properties"]["x"]
+    assert (schema["type"], schema.get("enum", [schema.get("const")])) == ("string", ["red"])
+    with pytest.raises(BadInput, match="'x' has more than one JSON type"):
+        as_tool(taking(int | list[int]))
+
+
 @pytest.mark.parametrize("function, arguments, said", [
     (pair, {}, r"^pair: missing a required argument: 'x' \(its arguments: x, y\)$"),
     (taking(list[int]), {"x": [1, "a"]}, "^show: x.1: Input should be a valid integer"),
