@@ -33,9 +33,8 @@ def packed_attention(
     tokens that a token sees, itself included. softcap: scores are softcap *
     tanh(scores / softcap). s_aux (H,): attention sinks.
 
-    Returns (1, P, H, D), and None for the weights. There is no dropout."""
-    # Under autocast RoPE leaves query and key in float32, which flash attention doesn't take.
-    query = query.to(value.dtype)
+    Returns (1, P, H, D), and None for the weights."""
+    query = query.to(value.dtype)  # under autocast RoPE leaves float32
     key = key.to(value.dtype)
     if key_index is None:
         cu_seqlens_k = cu_seqlens
@@ -47,8 +46,7 @@ def packed_attention(
     if query.is_cuda and is_bfloat16 and softcap is None and s_aux is None:
         from torch.nn.attention.varlen import varlen_attn
 
-        # Exactly -1 chooses the faster, causal kernel.
-        left = -1 if window == max_seqlen else window - 1
+        left = -1 if window == max_seqlen else window - 1  # -1 chooses the faster, causal kernel
         attended = varlen_attn(
             query[0].transpose(0, 1),  # (P, H, D)
             key[0].transpose(0, 1),  # (K, H_kv, D)

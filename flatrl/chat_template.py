@@ -417,8 +417,6 @@ class ChatTemplate:
         except Exception:  # templates raise whatever they like
             return None
 
-    # -- the ends of turns
-
     def _end(self, turn, *reply):
         """Returns the id of the token that ends a made-up turn, or None.
 
@@ -446,8 +444,6 @@ class ChatTemplate:
     def _token(self, number):
         """Returns the text of a token, "" for None."""
         return "" if number is None else self.tokenizer.decode([number])
-
-    # -- a turn that the policy sampled
 
     @functools.cached_property
     def frames(self) -> list[str]:
@@ -510,8 +506,6 @@ class ChatTemplate:
         if before.strip() and before.strip() in text:
             text = text.rpartition(before.strip())[2]
         return reasoning, text.removesuffix(end)
-
-    # -- a turn that is given
 
     def turn_ids(self, turn: dict, prompt_ids: Sequence[int] = (), number: int = 1) -> list[int]:
         """Returns the ids of an assistant's turn, including the stop token that ends it.

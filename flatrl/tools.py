@@ -236,7 +236,7 @@ class CallFormat:
                 self.parser = vllm_parser(name, self.tokenizer)
             self.parser.extract_tool_calls("", _request("[]"))  # some need vLLM's own server
         except Exception as error:
-            names = ", ".join(["auto", "template", *registered_parsers()])
+            names = ", ".join(["auto", "template", *_manager().list_registered()])
             raise BadInput(
                 f"--tool_parser {name} can't read this model's calls ({error!r:.200}): choose "
                 f"from {names}"
@@ -296,7 +296,7 @@ class CallFormat:
         """Yields (name, parser): the named one or, for auto, each that fits the tokenizer."""
         names = [name]
         if name == "auto":
-            others = [each for each in registered_parsers() if each not in FIRST + LAST]
+            others = [each for each in _manager().list_registered() if each not in FIRST + LAST]
             names = [*FIRST, *others, *LAST, "template"]
         kinds = set()
         vocabulary = self.tokenizer.get_vocab()
@@ -528,20 +528,17 @@ def _request(schemas):
     )
 
 
-def registered_parsers() -> list[str]:
-    """Returns the names of vLLM's parsers."""
-    from vllm.tool_parsers import ToolParserManager
+def _manager():
+    from vllm.tool_parsers import ToolParserManager  # takes seconds, which --help need not wait for
 
-    return ToolParserManager.list_registered()
+    return ToolParserManager
 
 
 def vllm_parser(name: str, tokenizer):
     """Returns the parser that `vllm serve --tool-call-parser` selects by this name.
 
     Raises whatever it raises if it is unknown, or if the tokenizer lacks tokens of its format."""
-    from vllm.tool_parsers import ToolParserManager
-
-    parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+    parser = _manager().get_tool_parser(name)(tokenizer)
     # The model reads what is wrong with its call, so vLLM need not log a traceback.
     for module in ("vllm.tool_parsers", "vllm.parser"):
         for logger in [*logging.root.manager.loggerDict]:

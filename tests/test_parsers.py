@@ -14,38 +14,12 @@ from flatrl.tools import PROBES, CallFormat, set_tool_calls
 from flatrl.tools import SCHEMAS as PROBED
 
 SCHEMAS = [as_tool(calculator.calculator).schema]
-TOKENS = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
-TOKENS += ["[TOOL_CALLS]", "<|python_tag|>"]
 
 
-@pytest.fixture(scope="module")
-def wide(tokenizer):
-    """A tokenizer with the tokens that these formats look up."""
-    other = copy.deepcopy(tokenizer)
-    other.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOKENS])
-    return other
-
-
-@pytest.mark.parametrize("name, before, after", [
-    ("hermes", '<tool_call>\n{"name": "calculator", "arguments": {"expression": "',
-     '"}}\n</tool_call>'),
-    ("llama3_json", '<|python_tag|>{"name": "calculator", "parameters": {"expression": "', '"}}'),
-    ("pythonic", "[calculator(expression='", "')]"),
-    ("qwen3_coder", "<tool_call>\n<function=calculator>\n<parameter=expression>\n",
-     "\n</parameter>\n</function>\n</tool_call>"),
-    ("glm45", "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>",
-     "</arg_value>\n</tool_call>"),
-])  # fmt: skip
-def test_formats(wide, name, before, after):
-    _, calls = parse_tool_calls(f"{before}1+1{after}", name, wide, SCHEMAS)
-    assert calls == [{"name": "calculator", "arguments": {"expression": "1+1"}, "error": None}]
-    assert parse_tool_calls("1+1", name, wide, SCHEMAS) == ("1+1", [])
-
-
-def test_parsers_that_can_not_be_used(wide):
+def test_parsers_that_can_not_be_used(tokenizer):
     for name in ("openai", "herms"):
         with pytest.raises(BadInput, match=f"--tool_parser {name} .*hermes"):
-            CallFormat(wide, name)
+            CallFormat(tokenizer, name)
 
 
 # What a model of each family writes as two calls, and which parser is found for it.
@@ -160,10 +134,10 @@ def test_a_call_without_arguments(tokenizer, arguments):
     ('{"name": }', ""), ("", ""), ("[" * 5000, ""), ('{"name": "a", "arguments": [1]}', "a"),
     ('{"name": "a", "arguments": "' + "[" * 5000 + '"}', "a"),
 ])  # fmt: skip
-def test_a_malformed_call_is_an_error_for_the_model_and_not_logged(wide, caplog, body, name):
+def test_a_malformed_call_is_an_error_for_the_model_and_not_logged(tokenizer, caplog, body, name):
     logger = logging.getLogger("vllm.tool_parsers")
     logger.addHandler(caplog.handler)
-    _, calls = parse_tool_calls(f"<tool_call>{body}</tool_call>", "hermes", wide, SCHEMAS)
+    _, calls = parse_tool_calls(f"<tool_call>{body}</tool_call>", "hermes", tokenizer, SCHEMAS)
     logger.removeHandler(caplog.handler)
     assert [(call["name"], call["arguments"]) for call in calls] == [(name, {})]
     assert calls[0]["error"] and not caplog.records

@@ -4,7 +4,6 @@ A rollout is what the whole chat is when it is rendered at once; or it forks, wh
 rewrites the history; or the template is refused before the run.
 """
 
-import asyncio
 import contextlib
 import copy
 import json
@@ -17,15 +16,12 @@ import pytest
 from chat_templates import BODY, CHAT, FAMILIES, KINDS, PROMPTS
 from test_agent_loop import (
     ANSWER,
-    ASKED,
     ASSISTANT,
     CALCULATOR,
     END,
     PROMPT,
-    ROW,
     SUM,
     Quiz,
-    Script,
     call,
     called,
     encode,
@@ -51,7 +47,6 @@ from agent_loop import (
 from data import filter_overlong
 from examples import calculator
 from flatrl import chat_template as templates
-from flatrl.chat.client import ChatAgentLoop
 from flatrl.models import stop_token_ids
 from flatrl.rows import check_row, check_tokenizer
 from train import Args
@@ -420,37 +415,6 @@ def test_other_tags_also_where_they_are_special_tokens(tokenizer):
     assert output.metrics["tool_calls"] == 1
 
 
-def test_a_chat_agent_may_turn_reasoning_off_in_a_request(qwen3):
-    """And gets the reasoning; a history in another mode is a token sequence of its own."""
-    seen = []
-    off = {"chat_template_kwargs": {"enable_thinking": False}}
-    history = [*PROMPT, {"role": "assistant", "content": "No"}, *PROMPT]
-    requests = [(PROMPT, {}), (PROMPT, {"extra_body": off}), (history, off), (history, {})]
-
-    class Agent(ChatAgentLoop):
-        async def chat(self, client, **row):
-            for messages, how in requests:
-                completion = await client.create(messages=messages, tools=[{}], **how)
-                seen.append(completion.choices[0].message)
-
-    lines = [f"<think>\nhm {SUM}\n</think>\n\nYes", "No", "Sure", "Well"]
-    engine = Script(qwen3, lines)
-    loop = Agent(engine, qwen3, None, SimpleNamespace(), LoopArgs(max_response_tokens=1000))
-    outputs = asyncio.run(loop.run({}, **ROW))
-    assert (seen[0].reasoning_content, seen[0].content) == (f"\nhm {SUM}\n", "Yes")
-    assert not seen[0].tool_calls
-    assert not hasattr(seen[1], "reasoning_content")
-    assert len(outputs) == 3  # the third request continues the second
-    start = qwen3.decode(engine.prompts[0])
-    question = ASKED.removesuffix(ASSISTANT)
-    assert [qwen3.decode(prompt).removeprefix(start) for prompt in engine.prompts] == [
-        "",
-        EMPTY,
-        f"{EMPTY}No{END}\n{question}{ASSISTANT}{EMPTY}",
-        f"No{END}\n{question}{ASSISTANT}",
-    ]
-
-
 # ---------------------------------------------------------------- what is refused or said before
 
 ADDS = {"role": "user", "content": "1+2?"}
@@ -510,11 +474,6 @@ def test_what_a_template_does_to_a_task_is_named(said, warned, tokenizer):
     schemas = [agent_loop.as_tool(calculator.calculator).schema]
     found = chat_template(other).check(prompt, schemas, has_user=True)
     assert any(warned in each for each in found) if warned else found == []
-
-
-def test_a_rewritten_history_is_warned_of(tokenizer):
-    warning, *_ = template_of("gpt-oss", tokenizer).check(PROMPT, [], has_user=True)
-    assert "rewrites the history at a user's answer" in warning
 
 
 def test_the_date_may_be_fixed(tokenizer):

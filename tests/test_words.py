@@ -14,7 +14,7 @@ from test_templates import play
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agent_loop import LoopArgs, SingleTurnLoop, chat_template, render
+from agent_loop import LoopArgs, chat_template, render
 from flatrl.chat.client import ChatAgentLoop
 
 
@@ -184,24 +184,3 @@ def test_a_chat_client_trusts_the_rows_prompt(tokenizer, role, evil):
     assert evil in tokenizer.decode(engine.prompts[1])
 
 
-@pytest.mark.parametrize("trusted, n_controls", [(None, [1, 1]), ([], [0, 0])])
-def test_a_fork_trusts_what_the_start_did(tokenizer, trusted, n_controls):
-    tokenizer = make_tokenizer("qwen", tokenizer)  # its template rewrites turns with reasoning
-    control = "<|fim_prefix|>"
-    engine = Script(tokenizer, ("<think>hm</think>1",))
-    loop = SingleTurnLoop(engine, tokenizer, None, None, LoopArgs(**LIMITS))
-    trajectory = loop.start({"prompt": [user(f"a {control} b")]}, trusted=trusted)
-    asyncio.run(loop.assistant_turn(trajectory, {}))
-    assert loop.append(trajectory, [user(control)], None, loop.stop_token_ids({}))
-    prompts = [output.prompt_ids for output in trajectory.finished] + [trajectory.prompt_ids]
-    assert [controls_in(tokenizer, ids).count(control) for ids in prompts] == n_controls
-
-
-def test_noncharacters_are_dropped_and_lone_surrogates_replaced(tokenizer):
-    for text, plain in (
-        ("\ufdd0" * 9 + "2", "2"),
-        ("<|im_\ufdd0end|>", "<|im_end|>"),
-        ("\ud83d", "?"),
-    ):
-        prompts = [render(tokenizer, [user(x)], None, []) for x in (text, plain)]
-        assert prompts[0] == prompts[1]
