@@ -13,7 +13,7 @@ flatrl/tools.py, deadlines and threads in flatrl/user_code.py, images in flatrl/
 The words that code, documents, log and flags share:
     prompt      the chat messages in one row of the data set, and the task that they pose
     group       the units that are compared; by default all those of one prompt
-    rollout     one run of an agent loop; `sample` is its number within the group
+    rollout     one run of an agent loop; `sample` is its number among those of its prompt
     trajectory  the messages and tokens of a rollout while it runs (`Trajectory`)
     turn        one message of the assistant, or the reply of tools or of a user
     token       one id; its mask is 1 if the policy sampled it, else 0
@@ -32,6 +32,7 @@ import functools
 import inspect
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
@@ -125,7 +126,7 @@ class LoopArgs:
     max_tool_response_tokens: int = setting(
         256, "longer tool responses are cut to this length")
     tool_response_truncate_side: str = setting(
-        "middle", "which part of a long tool response is kept: left, right, or middle (both ends)")
+        "middle", "what is kept of a long tool response: left (its start), right, or middle (both)")
     prompt_truncate_side: str = setting(
         "none", "which part of an overlong prompt's longest text is kept (train.py); none: rows "
         "with such prompts are dropped")
@@ -424,9 +425,7 @@ class Trajectory:
         return [*earlier, replace(before, turn_rewards=rewards, **ended)]
 
     def output(self) -> AgentLoopOutput:
-        """Returns the current token sequence alone as an output, with copies of all lists.
-
-        Without forks, it is the whole rollout."""
+        """Returns the current token sequence, without those before forks, as an output."""
         return AgentLoopOutput(
             prompt_ids=list(self.prompt_ids),
             response_ids=list(self.response_ids),
@@ -676,7 +675,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction_kwargs = {}
         self.user_answers = 0  # answers of the simulated user so far
         self.create_errors = {}  # of each tool that was created: its error, or None
-        self.creating = asyncio.Lock()
+        self.creating = defaultdict(asyncio.Lock)  # by tool name
 
     async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Runs one rollout: its turns, then the tools' `calc_reward`, then their `release`.
@@ -767,7 +766,7 @@ class ToolAgentLoop(AgentLoopBase):
         return calls
 
     async def processing_tools(self, trajectory):
-        """Executes the turn's tool calls concurrently, and appends the responses in order."""
+        """Executes the first max_parallel_calls calls at once, and appends their responses."""
         limit = self.args.max_parallel_calls
         calls = trajectory.tool_calls[:limit]
         started = time.perf_counter()
@@ -861,7 +860,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _execute(self, trajectory, name, arguments):
         """Runs a tool's `execute`, after its `create`, and returns a ToolResponse."""
-        async with self.creating:  # parallel calls wait for the same `create`
+        async with self.creating[name]:  # parallel calls wait for the same `create`
             if name not in self.create_errors:
                 await self._create(trajectory, name)
         if self.create_errors[name]:

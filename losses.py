@@ -165,8 +165,9 @@ _OBJECTIVE_INPUTS = """
 def estimator(name: str) -> Callable:
     """Registers a function that computes advantages, for `--adv_estimator name`.
 
-    Name the inputs you want as parameters. Each describes a whole batch of N units:
-        rewards        (N,) shaped rewards plus turn rewards, minus the KL with --kl_in reward
+    Name the inputs you want as parameters. Each describes a whole batch of N units, those of
+    demonstrations included, whose mask is 0 everywhere:
+        rewards        (N,) shaped and turn rewards times --reward_coef, minus a KL in the reward
         outcomes       (N,) terminal rewards as the task gave them
         groups         (N,) labels: units with the same label are compared. Asking for groups
                        requires a --group_size above 1.

@@ -741,7 +741,7 @@ def print_tool_exceptions(loop: AgentLoopBase):
 
 
 def complete_output(output: AgentLoopOutput, segment: int, tokenizer, member: Member, row: dict):
-    """Adds prompt, sample and segment to an output's `extra`, and fills in text and messages."""
+    """Adds an output's numbers and marks to its `extra`, and fills in text and messages."""
     numbers = {"prompt": member.prompt, "sample": member.sample, "segment": segment}
     output.extra = {**output.extra, "index": row.get("index"), **numbers}
     if member.demonstration:

@@ -153,7 +153,7 @@ def awake(run: "Run") -> Iterator[float]:
     """Wakes the engine for the block, with the current weights, and KEEPS it awake afterwards.
 
     Only `put_to_sleep` or an error in the block puts it to sleep. What --offload names is in host
-    memory meanwhile. If it is awake with these weights already, it only forgets cached prompts,
+    memory meanwhile. An engine that is awake with these weights only forgets cached prompts,
     so that an evaluation changes no number of the next rollout. Yields the seconds of the sync."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
@@ -488,7 +488,7 @@ def optimise(
     tokens add their mean -logprob to the loss. Losses are summed over micro-batches and ranks and
     divided by global counts, so the gradient does not depend on how the batch is split.
 
-    Returns metrics, whose names begin with the learner's, and the logprobs or values of this
+    Returns metrics (most names begin with the learner's), and the logprobs or values of this
     rank's rows, (B, T), 0 in the rows of others."""
     counts = data.count_globally(batch, rows, names)
     micro_batches = data.micro_batches_of_this_rank(

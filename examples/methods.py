@@ -97,7 +97,7 @@ def gdpo(parts, groups):
 
 @estimator("rae")
 @no_grad
-def rae(rewards, names, state):
+def rae(rewards, names, mask, state):
     """Role-conditioned advantages (SPIRAL, arXiv 2506.24119): a moving baseline per role.
 
         b <- DECAY b + (1 - DECAY) r,  then  A = r - b    for one unit after the other
@@ -105,6 +105,8 @@ def rae(rewards, names, state):
     A role is a unit's name: a side of the game in examples/nim.py. --group_size may be 1."""
     advantages = torch.zeros_like(rewards)
     for i, name in enumerate(names):
+        if not mask[i].any():
+            continue  # a demonstration
         reward = rewards[i].item()
         old = state.get(name, 0.0)
         state[name] = DECAY * old + (1 - DECAY) * reward

@@ -58,12 +58,13 @@ class Result:
 def bubblewrap(program: str) -> list[str]:
     """Returns the beginning of the command that runs a program, the file main.py, isolated."""
     command = ["bwrap", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"]
+    for folder in ("/tmp", HOME):  # first, because Python may be in a folder of /tmp
+        command += ["--perms", "0777", "--size", str(4 * FILE_MB << 20), "--tmpfs", folder]
     for path in (*SYSTEM, sys.prefix, sys.base_prefix):
         for parent in reversed(Path(path).parents[:-1]):
             command += ["--dir", str(parent)]  # bubblewrap alone would close them to other users
         command += ["--ro-bind-try", path, path]
-    command += ["--perms", "0777", "--size", str(4 * FILE_MB << 20), "--tmpfs", HOME]
-    command += ["--ro-bind", program, f"{HOME}/main.py", "--symlink", HOME, "/tmp"]
+    command += ["--ro-bind", program, f"{HOME}/main.py"]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME]
     if os.geteuid() != 0:
         return [*command, "--unshare-all"]

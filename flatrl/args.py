@@ -173,7 +173,7 @@ class Args(LoopArgs):
     ref_model: str | None = flag(
         None, "the reference or teacher, of the same tokenizer; default: the starting model")
     hints: bool = preset("the reference is the policy itself, shown a row's `hint`")
-    reward_coef: float = preset("weight of the task's reward next to the KL in the reward")
+    reward_coef: float = preset("factor of the task's reward, turn rewards included")
     kl_in: str = preset(
         "the KL is a term of the objective, or part of each token's reward", ("loss", "reward"))
     kl_kind: str = preset(
@@ -533,7 +533,7 @@ def check_effects(args: Args):
         ("policy_loss", has_dual_clip, ["clip_c"]),
         ("hints", not args.hints, ["ref_model", "replay"]),  # rollouts on disk hold no hints
         ("kl_coef", args.kl_coef, ["hints", "kl_in", "kl_kind"]),
-        ("kl_in", args.kl_in == "reward", ["kl_target", "reward_coef"]),
+        ("kl_in", args.kl_in == "reward", ["kl_target"]),
         ("max_staleness", args.max_staleness, ["oversample"]),
         ("max_staleness", not args.max_staleness, ["deterministic"]),
     ]

@@ -419,7 +419,7 @@ class CallFormat:
 
 
 def _loose(text):
-    """Returns a pattern for a text, with any white space where the text has some."""
+    """Returns a pattern for a text, with any white space, or none, where the text has some."""
     return r"\s*".join(map(re.escape, text.split()))
 
 
@@ -484,7 +484,7 @@ def parse_tool_calls(
 ) -> tuple[str, list[dict]]:
     """Returns (the text outside of tool calls, [{"name", "arguments", "error"}, ...]).
 
-    arguments is a dict. error is None, or tells the model why the call can't be executed. A call
+    arguments is a dict, not yet compared with a schema. error is None, or for the model. A call
     that the parser does not recognise becomes one with the name "" and an error. If the policy gave
     ids, the calls have an "id", too."""
     return call_format(tokenizer, parser_name).parse(text, schemas)

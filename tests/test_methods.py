@@ -68,11 +68,11 @@ def test_gdpo():
 
 
 def test_a_moving_baseline_per_role():
-    """SPIRAL's: the baseline moves first, and the advantage is what is left."""
     state = {}
-    rewards = torch.tensor([1.0, 0.0, 0.5, 1.0])
-    advantages = methods.rae(rewards, ["first", "second", "first", "second"], state)
-    close(advantages, torch.tensor([0.95, 0.0, 0.4275, 0.95]))
+    rewards = torch.tensor([1.0, 0.0, 0.5, 1.0, 9.0])
+    mask = torch.tensor([[1], [1], [1], [1], [0]])  # the last is a demonstration
+    advantages = methods.rae(rewards, ["first", "second", "first", "second", "first"], mask, state)
+    close(advantages, torch.tensor([0.95, 0.0, 0.4275, 0.95, 0.0]))
     assert state == pytest.approx({"first": 0.0725, "second": 0.05})
 
 

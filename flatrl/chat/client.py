@@ -270,7 +270,7 @@ class ChatClient:
         return plain
 
     def _part(self, part, images, row_images):
-        """Returns a part of a message's content; adds its image, if it has one, to `images`."""
+        """Returns a part of a content. Its image goes to `images`, and a hash takes its place."""
         kind = part.get("type")
         if kind == "text":
             return part

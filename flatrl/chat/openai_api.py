@@ -79,7 +79,7 @@ def warn_once(text: str) -> None:
 
 
 def error(status: int, message: str, code: str) -> dict:
-    """Returns an error in OpenAI's form, which has no status; anthropic_api.error's does."""
+    """Returns an error in OpenAI's form. status: unused here; anthropic_api.error needs it."""
     return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 
