@@ -113,11 +113,14 @@ def group_sum(values: N, groups: N) -> N:
 def _center(rewards, groups):
     """Returns each reward minus its group's mean, and the group's size: (N,) each, in float64.
 
-    In float32 the mean of eight rewards of 0.1 is not 0.1, and the error would look like a
-    signal."""
+    A difference within the rounding of float32 is 0: divided by a standard deviation as small, it
+    would look like a signal."""
     rewards = rewards.double()
     size = group_sum(torch.ones_like(rewards), groups)
-    return rewards - group_sum(rewards, groups) / size, size
+    mean = group_sum(rewards, groups) / size
+    centered = rewards - mean
+    is_rounding = centered.abs() <= 1e-6 * mean.abs()
+    return torch.where(is_rounding, 0, centered), size
 
 
 def turn_starts(mask: BT) -> BT:

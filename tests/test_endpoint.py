@@ -271,7 +271,8 @@ def test_the_clients_own_agent_is_one_output(play_anthropic, tokenizer, stream):
     lines = ("<think>Hm</think>é " + PARALLEL, ANSWER)
     # Claude Code's line, which differs from request to request, and a mark that moves.
     changing = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
-    brief = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
+    joined = changing["text"] + "\nBe brief."  # as proxies send it
+    brief = {"type": "text", "text": joined, "cache_control": {"type": "ephemeral"}}
 
     async def agent(client, prompt):
         tools = [anthropic.beta_async_tool(calculate, name="calculator")]

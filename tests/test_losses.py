@@ -109,6 +109,10 @@ def test_group_advantages_by_hand():
         assert function(equal, groups).abs().max() < 1e-8
 
 
+def test_rewards_that_are_equal_on_paper_teach_nothing():
+    assert not losses.grpo_advantages(t([0.9] * 7 + [0.9 + 6e-8]), torch.zeros(8)).any()
+
+
 def test_gigpo_compares_the_turns_that_met_one_state():
     rewards = t([0, 0, 1, 2], [0, 9, 0, 4], [3, 0, 0, 0], [5, 0, 0, 0])
     mask = t([1, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0])

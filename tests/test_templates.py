@@ -249,17 +249,6 @@ def test_a_template_that_shows_one_call_a_turn(tokenizer):
     assert shown["function"]["arguments"] == {"expression": "10*10"}
 
 
-def test_calls_that_the_template_does_not_take_stay_in_the_text(tokenizer):
-    """This one can write arguments that are texts, and 2 is none."""
-    arguments = "m.tool_calls[0].function.arguments"
-    said = f"(m.content if not m.tool_calls else {arguments}.expression + {arguments}.n)"
-    other = with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS)
-    (output,), engine = play(other, CALCULATOR, {}, [], call(expression="1", n=2), ANSWER)
-    assert "Error: " in other.decode(engine.prompts[1])
-    assert set(output.messages[1]) == {"role", "content"}
-    assert output.metrics["tool_errors"] == 1
-
-
 def test_a_turn_of_a_demonstration_begins_as_behind_a_prompt(tokenizer):
     """Llama 2's tokenizer puts a space before each text behind a special token."""
     chat = CHAT.replace(BODY, "{{- '[' + m.role[0] + ']' + m.content + '<|im_end|>' }}")

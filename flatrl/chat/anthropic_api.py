@@ -26,8 +26,8 @@ from agent_loop import function_call
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
-# The first part of Claude Code's system prompt is this line alone. It differs from request to
-# request, so each request would begin a token sequence of its own.
+# Claude Code's system prompt begins with this line. It differs from request to request, so each
+# request would begin a token sequence of its own.
 CHANGING_LINE = "x-anthropic-billing-header"
 
 
@@ -57,7 +57,10 @@ def _messages(body):
     """Returns the system prompt and the messages of a request as chat messages."""
     messages = []
     system = _content(body.get("system"))
-    system = [part for part in system if not part["text"].startswith(CHANGING_LINE)]
+    for part in system:
+        if part["text"].startswith(CHANGING_LINE):
+            part["text"] = part["text"].partition("\n")[2]
+    system = [part for part in system if part["text"]]
     if system:
         messages.append({"role": "system", "content": system})
     for message in body["messages"]:
