@@ -17,8 +17,7 @@ The words that code, documents, log and flags share:
     trajectory  the messages and tokens of a rollout while it runs (`Trajectory`)
     turn        one message of the assistant, or the reply of tools or of a user
     token       one id; its mask is 1 if the policy sampled it, else 0
-    output      one finished token sequence (`AgentLoopOutput`). A rollout has one or more
-                of them, numbered by `segment`
+    output      one finished token sequence (`AgentLoopOutput`); `segment` numbers a rollout's
     unit        the outputs of a rollout that share one reward; by default all of them
 
 To write your own agent, subclass `AgentLoopBase` in the task file, decorate the class with
@@ -609,18 +608,20 @@ class AgentLoopBase:
         """Returns (message, text) for the ids of an assistant turn without its stop token.
 
         Content and reasoning_content (if any) have no special tokens. text is the turn without
-        its reasoning, with special tokens, because tool calls may need them.
-
-        before: the last tokens before the turn. Some templates end them with the start tag."""
+        its reasoning, with special tokens, because tool calls may need them."""
         decode = self.tokenizer.decode
+        # before: the last tokens before the turn. Some templates end them with the start tag.
         opened = decode(before).rstrip().endswith(self.args.think_tags.split()[0])
-        reasoning, text = None, decode(ids)
+        whole = decode(ids)
+        reasoning, text = None, whole
         if self.tokenizer.chat_template:
-            reasoning, text = self.chat_template().read(text, opened)
+            reasoning, text = self.chat_template().read(whole, opened)
 
-        def without_special_tokens(text):
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-            return decode(ids, skip_special_tokens=True)
+        def without_special_tokens(part):
+            part_ids = ids
+            if part != whole:
+                part_ids = self.tokenizer.encode(part, add_special_tokens=False)
+            return decode(part_ids, skip_special_tokens=True)
 
         message = {"role": "assistant", "content": without_special_tokens(text)}
         if reasoning is not None:

@@ -193,9 +193,6 @@ class CallFormat:
         self.parser = None
         self.turns = {}  # name of a probe -> the turn as the template writes it
         self.id_start = None  # what precedes the id of a call, if the template writes ids
-        self.channel = None  # the token with which a message in a channel begins (gpt-oss)
-        if self.template.channel:
-            self.channel = self.template.channel[0]
         read = []
         for turns, id_start in self._forms():
             self.turns = self.turns or turns
@@ -230,10 +227,7 @@ class CallFormat:
                 "the format of --tool_parser hermes", stacklevel=2
             )
         try:
-            if name == "template":
-                self.parser = TemplateParser(self.turns, self.opening_of(self.turns))
-            else:
-                self.parser = vllm_parser(name, self.tokenizer)
+            self.parser = self._parser(name, self.turns)
             self.parser.extract_tool_calls("", _request("[]"))  # some need vLLM's own server
         except Exception as error:
             names = ", ".join(["auto", "template", *_manager().list_registered()])
@@ -305,20 +299,21 @@ class CallFormat:
             for each in names:
                 parser = None
                 with suppress(Exception):  # most refuse a tokenizer without their tokens
-                    if each == "template":
-                        parser = TemplateParser(turns, self.opening_of(turns))
-                    else:
-                        parser = vllm_parser(each, self.tokenizer)
+                    parser = self._parser(each, turns)
                 if parser and type(parser) not in kinds:
                     kinds.add(type(parser))
                     yield each, parser
         finally:
             del self.tokenizer.get_vocab
 
-    # -- calls that are not well-formed
+    def _parser(self, name, turns):
+        """Returns the parser of this name. Raises whatever it raises."""
+        if name == "template":
+            return TemplateParser(turns, self.opening_of(turns))
+        return vllm_parser(name, self.tokenizer)
 
     def _learn_tags(self):
-        """Sets `opening`, `closing` and `completes`, by which malformed calls are found."""
+        """Sets `opening` and `closing`, by which malformed calls are found."""
         tag = getattr(self.parser, "tool_call_start_token", None)
         self.opening = None
         if len(self.lost) < len(self.turns):
@@ -384,8 +379,8 @@ class CallFormat:
             content, calls = read_calls(self.parser, completed, schemas)
         if calls is None or (starts and not calls):
             return text, [malformed]
-        if self.channel:
-            content = content.partition(self.channel)[0]
+        if self.template.channel:  # its first token begins the message with the call (gpt-oss)
+            content = content.partition(self.template.channel[0])[0]
         ids = []
         if self.id_start:
             ids = re.findall(re.escape(self.id_start) + r"([\w.:-]+)", text)
