@@ -3,6 +3,7 @@
 import datetime
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from flatrl.bad_input import need, refusing
-from flatrl.processes import PATIENCE, ranks_of_host
+from flatrl.processes import PATIENCE, ranks_of_host, use_gpu_of_rank
 
 # Options of accelerate's FSDP config that are implemented with one value only.
 FSDP_OPTIONS = {
@@ -30,6 +31,8 @@ NOT_IMPLEMENTED = {
 }
 # How long a process waits at the start for the launcher's other processes.
 MEETING_PATIENCE = datetime.timedelta(minutes=10)
+# How long a GPU waits in an update for the other ranks' GPUs.
+GPU_PATIENCE = datetime.timedelta(minutes=30)
 
 
 def sharding(args) -> bool | str:
@@ -156,11 +159,16 @@ def start_processes(args):
     cpu_only = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     if not dist.is_initialized():
         if not cpu_only:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            n_gpus = torch.cuda.device_count()
+            need(
+                int(os.environ.get("LOCAL_RANK", 0)) < n_gpus,
+                f"there are more processes than GPUs: give --num_processes {n_gpus}",
+            )
+            use_gpu_of_rank()
         join_group("gloo" if cpu_only else "cpu:gloo,cuda:nccl")
         if not cpu_only:
             # The launcher sets one thread. Loading a large model needs more.
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
+            torch.set_num_threads(max(1, n_cores() // ranks_of_host()))
             # The thread that starts the GPU's operations must not wait 5 ms for each tool.
             sys.setswitchinterval(2e-4)
     dtype = device_defaults(args, not cpu_only)["dtype"]
@@ -186,3 +194,25 @@ def join_group(backend: str):
         dist.init_process_group(
             backend, timeout=PATIENCE, store=store, rank=rank, world_size=n_ranks
         )
+    device = torch.device("cuda" if "nccl" in backend else "cpu")
+    with refusing(
+        "the ranks can't exchange a number: in a container give --ipc=host, or a larger "
+        "--shm-size; NCCL_DEBUG=INFO tells more"
+    ):
+        if device.type == "cuda":
+            dist.group.WORLD._get_backend(device)._set_default_timeout(GPU_PATIENCE)
+        dist.all_reduce(torch.ones(1, device=device))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def n_cores() -> int:
+    """Returns how many cores this process may use, by its affinity and its container's quota."""
+    n_allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except OSError:  # no control group of version 2
+        return n_allowed
+    if quota == "max":
+        return n_allowed
+    return max(1, min(n_allowed, int(quota) // int(period)))

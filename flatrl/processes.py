@@ -21,6 +21,10 @@ from flatrl.bad_input import BadInput, need
 
 # How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
+LAUNCHER_KILLS = (
+    b"the launcher kills it after 30 s, or after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds, if that "
+    b"was set at the start\n"
+)
 # The key under which the ranks' store counts those that were asked to stop.
 STOP = "stop"
 
@@ -107,6 +111,8 @@ class Stop:
         if not self.is_requested:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, b"\nstopping: the run saves, then ends\n")
+                if "TORCHELASTIC_RUN_ID" in os.environ:
+                    os.write(2, LAUNCHER_KILLS)
         self.is_requested = True
 
     @property
@@ -181,9 +187,16 @@ class Background:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def _run(self):
+        use_gpu_of_rank()
         while not self.closed:  # sys.exit in a task ends run_forever
             with contextlib.suppress(SystemExit):
                 self.loop.run_forever()
+
+
+def use_gpu_of_rank():
+    """Makes the rank's GPU the current one of this thread, where `.to("cuda")` puts a tensor."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def memory() -> dict[str, float]:

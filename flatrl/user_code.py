@@ -8,8 +8,12 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from flatrl.processes import use_gpu_of_rank
+
 # A thread is started only if none is idle. A function that never returns keeps its thread.
-THREADS = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="user code")
+THREADS = ThreadPoolExecutor(
+    max_workers=1024, thread_name_prefix="user code", initializer=use_gpu_of_rank
+)
 
 # The asyncio.Timeout of the running user code. Code that first waits for a person, or for its turn,
 # may postpone the deadline with `reschedule`.
