@@ -51,7 +51,7 @@ from agent_loop import (
     expand,
     in_time,
 )
-from flatrl.bad_input import BadReward, NothingLeft, check_ids, need, reason, refusing
+from flatrl.bad_input import BadReward, NothingLeft, RunFailed, check_ids, need, reason, refusing
 from flatrl.compact import compact
 from flatrl.hints import tell
 from flatrl.launch import Bar
@@ -1290,7 +1290,7 @@ def rollout(
         started = time.perf_counter()
         wait_for_rewards(rollouts, run.background, run.stop)
         rollouts.seconds += time.perf_counter() - started
-    except (Stopped, NothingLeft, BadReward):
+    except (Stopped, RunFailed):
         # All ranks raise these together. After another error, which is one rank's, `end` would
         # wait for the others.
         pool.end()

@@ -14,6 +14,7 @@ if __name__ == "__main__":
     prepare_process()  # sets OMP_NUM_THREADS, which torch reads when it is imported
 
 import contextlib
+import copy
 import importlib.util
 import math
 import time
@@ -36,7 +37,7 @@ from flatrl import checkpoints, layers, models
 from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
 from flatrl.attention import register_packed_attention
-from flatrl.bad_input import need, pickled_state
+from flatrl.bad_input import RunFailed, need, pickled_state
 from flatrl.devices import offload, start_processes, wrap
 from flatrl.log import Listener, Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean, means
@@ -54,10 +55,13 @@ LISTENERS = {"trackers": "Tracker", "watch": "Watch", "report": "Report", "notic
 
 
 def main(args: Args):
-    """Trains: each step of the run, from rollout to log. Ends early after Ctrl-C or SIGTERM."""
+    """Trains: each step of the run, from rollout to log.
+
+    Ends early after Ctrl-C or SIGTERM, or if a step fails on all ranks."""
     run = setup(args)  # checks all input; a Run holds engine, networks, pool and log
     log = run.log
-    with contextlib.suppress(Stopped):  # `finish` saves, and raises it again
+    problem = None
+    try:
         if run.done == 0 and run.rows["val"]:
             log.metrics({"step": 0} | evaluate(run))
 
@@ -77,7 +81,7 @@ def main(args: Args):
             name = f"step_{step + 1:06d}"  # of the file of rollouts
             if args.rollout_only:
                 log.rollouts(name, rollouts.outputs, rollouts.errors)
-                run.done = step + 1
+                run.end_step()
                 log.metrics(metrics)
                 continue
 
@@ -93,7 +97,7 @@ def main(args: Args):
             metrics |= update(run, batch, step)
             metrics |= batch_metrics(batch, step, args)
             check_agreement(run, batch, step, metrics["rollout/logp_diff_mean"])
-            run.done = step + 1
+            run.end_step()
 
             # ---- 5. log, evaluate, save
             metrics |= run.clock.read()
@@ -110,7 +114,9 @@ def main(args: Args):
             if args.goal_reached(metrics):  # --stop_at_reward
                 args.num_steps = run.done  # so that the run counts as complete
                 break
-    finish(run)
+    except (Stopped, RunFailed) as error:  # on all ranks
+        problem = error
+    finish(run, problem)
 
 
 # ---------------------------------------------------------------- 1. rollout
@@ -613,8 +619,8 @@ def evaluate(run: "Run") -> dict:
 class Net(nn.Module):
     """A transformers model that gives scores to sampled tokens. A subclass says which scores.
 
-    Dropout is off, because the trained network must be the one that sampled. Trained parameters
-    are float32. If `is_packed`, rows are joined without padding and have packed attention;
+    It stays in evaluation mode, because the trained network must be the one that sampled. Trained
+    parameters are float32. If `is_packed`, rows are joined without padding and have packed attention;
     otherwise they are right-padded and have the model's own. A vision tower keeps its own
     attention, which is not causal.
 
@@ -763,14 +769,12 @@ class Learner:
     def step(self, accelerator, max_norm: float, has_tokens: bool) -> float:
         """Takes an optimiser step with the current gradients, clipped to max_norm, and clears them.
 
-        Returns their norm. Raises RuntimeError if that is not finite. Without any tokens the step
+        Returns their norm. Raises RunFailed if that is not finite. Without any tokens the step
         is skipped, because Adam's momentum would move the weights."""
         norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
         norm = models.whole(norm).item()
         if not math.isfinite(norm):
-            raise RuntimeError(
-                f"the gradient norm is {norm}: training stops here, before the weights are spoilt"
-            )
+            raise RunFailed(f"the gradient norm is {norm}: the weights are saved without it")
         if not self.optimizer.state:
             # Adam's states are allocated now, and should not occupy blocks that held activations.
             torch.cuda.empty_cache()
@@ -806,6 +810,7 @@ class Run:
     estimator_state: dict = field(default_factory=dict)  # the same on all ranks
     clock: Clock = field(default_factory=Clock)  # of the parts of a step
     done: int = 0  # steps finished
+    kept: dict = field(default_factory=dict)  # for a checkpoint, as it was after these steps
     saved: int = 0  # steps finished at the last checkpoint
     mismatch_is_known: bool = False  # engine and trainer disagree, and the user was warned
     pool: Pool | None = None  # None with --replay
@@ -822,6 +827,14 @@ class Run:
         if self.critic:
             learners["critic"] = self.critic
         return learners
+
+    def end_step(self):
+        """Counts a step. A checkpoint saved during the next one keeps what is known now."""
+        self.done += 1
+        self.kept = {
+            "kl_coef": self.kl.coef,
+            "estimator": copy.deepcopy(self.estimator_state),
+        }
 
 
 def setup(args: Args) -> Run:
@@ -966,14 +979,14 @@ def build_networks(args: Args, accelerator, policy: Policy, reference) -> tuple:
     return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
 
 
-def finish(run: Run):
+def finish(run: Run, problem: Exception | None = None):
     """Saves the last checkpoint and, if training is complete, the policy in Hugging Face format.
 
-    Raises Stopped after a stop, and BadInput if something can't be saved."""
+    Then raises the problem that has ended the training, if any: so that a run that did not
+    complete never returns 0. Raises BadInput if something can't be saved."""
     args = run.args
     say = run.log.say
     put_to_sleep(run)
-    is_stopped = run.stop.requested
     if not args.rollout_only:
         checkpoints.save_checkpoint(run)
     final = run.folder / "final"
@@ -987,8 +1000,8 @@ def finish(run: Run):
         which = "best" if run.rows["val"] else "latest"
         say(f"the trained policy is in {final}, the {which} saved checkpoint is {best}")
     close(run)
-    if is_stopped:  # all is saved, but a run that was stopped must not return 0
-        raise Stopped
+    if problem:
+        raise problem
 
 
 def close(run: Run):

@@ -10,11 +10,15 @@ class BadInput(ValueError):
     """An error in the user's flags, task file, rows or model. train.py prints only its message."""
 
 
-class NothingLeft(BadInput, RuntimeError):
+class RunFailed(BadInput):
+    """Training can't go on. All ranks raise it together, so that train.finish can save first."""
+
+
+class NothingLeft(RunFailed, RuntimeError):
     """All rollouts of a step or evaluation have failed, usually by an error in the user's code."""
 
 
-class BadReward(BadInput):
+class BadReward(RunFailed):
     """The task returned an invalid reward. A mean without that rollout would be wrong."""
 
 

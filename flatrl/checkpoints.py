@@ -135,17 +135,20 @@ def _complete(run, temporary, parts):
     """Writes everything but the tensors, and gives the checkpoint its name.
 
     Then renames those beyond --keep_checkpoints, but not the best, so that they are removed."""
+    next_prompt = run.pool.next_prompt(run.done) if run.pool else 0
+    # A step that failed after its rollout is taken again, and with it its rewards.
+    to_come = [[row, step] for row, step, *rewards in run.history[next_prompt:]]
     about = {
         "step": run.done,
-        "kl_coef": run.kl.coef,
+        "kl_coef": run.kept["kl_coef"],
         "parts": parts,
-        "history": run.history,
-        "next_prompt": run.pool.next_prompt(run.done) if run.pool else 0,
+        "history": run.history[:next_prompt] + to_come,
+        "next_prompt": next_prompt,
     }
     (temporary / "step.json").write_text(json.dumps(about))
-    if run.estimator_state:
+    if run.kept["estimator"]:
         flag = f"--adv_estimator {run.args.adv_estimator}"
-        (temporary / STATE_FILE).write_bytes(pickled_state(run.estimator_state, flag))
+        (temporary / STATE_FILE).write_bytes(pickled_state(run.kept["estimator"], flag))
     temporary.rename(temporary.with_name(temporary.name.removeprefix(".")))
     old = checkpoints(run.folder)[: -run.args.keep_checkpoints]
     for path in {*old} - {best_checkpoint(run.folder)}:

@@ -1,12 +1,14 @@
 """A transformers model's layers, made ready for training: no dropout, attention, LoRA."""
 
 import contextlib
+from functools import partial
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
-from flatrl.bad_input import BadInput, refusing
+from flatrl.bad_input import BadInput, need, refusing
 from flatrl.processes import on_main
 
 LORA_ALPHA = 32  # adapters are scaled by this over their rank
@@ -28,22 +30,22 @@ PROBE = {
 
 
 def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
-    """Makes a network compute what vLLM's does: no dropout, and Cohere2's attention windows.
+    """Makes a network compute what vLLM's does: never in training mode, Cohere2's own windows.
 
-    gradient_checkpointing: activations are recomputed in the backward pass, and the network is in
-    training mode. Raises BadInput if transformers can't do that for this model."""
-    for owner in (*model.modules(), model.config.get_text_config()):
-        for name, value in vars(owner).items():
-            is_dropout = isinstance(owner, nn.Dropout) or "drop" in name
-            if is_dropout and isinstance(value, float):
-                setattr(owner, name, 0.0)
+    gradient_checkpointing: each layer is recomputed in the backward pass. transformers does so in
+    training mode alone, which brings dropout and the noise of routers. Raises BadInput if the
+    model's code has no layers of transformers' kind."""
+    model.eval()
     for module in model.modules():
         if type(module).__name__ == "Cohere2Attention" and module.sliding_window:
             module.sliding_window += 1  # as in its training and in vLLM: [i - window, i]
     if gradient_checkpointing:
-        with refusing("--gradient_checkpointing"):
-            model.gradient_checkpointing_enable()
-        model.train()  # only then does transformers recompute; nothing else changes
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+        need(layers, f"--gradient_checkpointing: {type(model).__name__} names no layers for it")
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def choose_attention(policy, probe, args):

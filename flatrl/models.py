@@ -187,7 +187,7 @@ def lr_factor(args, num_steps: int) -> Callable[[int], float]:
 
     def factor(step: int) -> float:
         if step < args.warmup_steps:
-            return step / args.warmup_steps
+            return (step + 1) / args.warmup_steps
         n_steps = max(1, num_steps - args.warmup_steps)
         if args.lr_schedule == "linear":
             return (num_steps - step) / n_steps

@@ -26,10 +26,11 @@ PACKED = {
     "olmo3": WINDOW,
     "cohere2": WINDOW | dict(logit_scale=0.25),
     "granite": dict(logits_scaling=4.0, attention_multiplier=0.3),
+    "mixtral": dict(num_local_experts=4, router_jitter_noise=0.5, attention_dropout=0.5),
     "smollm3": dict(no_rope_layers=[1, 0], tie_word_embeddings=False),
 }
 PADDED = {  # computed row by row
-    "stablelm": dict(hidden_dropout=0.5, attention_dropout=0.5),  # both are off in training
+    "stablelm": dict(hidden_dropout=0.5, attention_dropout=0.5),
     "nemotron": {},
     "lfm2": dict(layer_types=["conv", "full_attention"], conv_L_cache=3, block_multiple_of=8),
     "mamba2": dict(state_size=8, num_heads=8, expand=2, n_groups=1, head_dim=8, chunk_size=16),
@@ -79,8 +80,10 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(
     data.register_packed_attention()
     reference = saved(tmp_path, model_type, **(PACKED | PADDED)[model_type])
     args = train.Args(model=str(tmp_path), temperature=0.9)
-    args.gradient_checkpointing = model_type == "stablelm"
+    args.gradient_checkpointing = model_type in ("mixtral", "stablelm")
     policy = train.Policy(args)
+    dropouts = [getattr(x.config, "attention_dropout", None) for x in (policy.model, reference)]
+    assert dropouts[0] == dropouts[1]  # it is not trained with, and stays in the saved config
     if model_type == "cohere2":  # transformers' masks show one token less than it was trained with
         reference.config.sliding_window += 1
     assert policy.is_packed == (model_type in PACKED)

@@ -79,7 +79,7 @@ def test_a_run_by_accelerate_and_its_replay_without_an_engine(tmp_path):
     rows = check_log(out, 1e-3, first_update=2)
     assert "rollout/logp_diff_max" not in rows[0] and "actor/pg_loss" not in rows[1]
     # The policy's schedule waits for the critic, too, and has a step less.
-    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0, 0, 1.5e-4])
+    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([1.5e-4, 1.5e-4, 3e-4])
     assert [row["actor/adam_steps"] for row in rows[1:]] == [0, 2, 4]
     assert "   3/3" in printed and "warning:" not in printed  # a sound run
     about = json.loads((out / "args.json").read_text())
@@ -145,7 +145,7 @@ def test_a_sharded_run_in_bfloat16_resumes_to_the_last_digit(tmp_path, tiny_mode
 
     rows = check_log(whole, 0.2)[1:]
     assert all(row["rollout/logp_diff_mean"] < 0.03 for row in rows)
-    assert [row["actor/lr"] for row in rows] == pytest.approx([0, 1.5e-4, 3e-4])
+    assert [row["actor/lr"] for row in rows] == pytest.approx([1.5e-4, 3e-4, 3e-4])
     assert [row["actor/adam_steps"] for row in rows] == [1, 2, 3]
     assert any(abs(row["reward/shaped_mean"] - row["reward/mean"]) > 0.01 for row in rows)
     assert sum(row["rollout/filtered_groups"] for row in rows) > 0
@@ -165,6 +165,41 @@ def test_a_sharded_run_in_bfloat16_resumes_to_the_last_digit(tmp_path, tiny_mode
         change = min(max(row["actor/kl"] / 0.001 - 1, -0.2), 0.2) * 16 / 10_000
         expected = row["actor/kl_coef"] * (1 + change)
         assert after["actor/kl_coef"] == pytest.approx(expected, rel=1e-9)
+
+
+BREAKS = """
+from losses import OBJECTIVES, objective
+calls = []
+
+@objective("breaks")
+def breaks(ratio, advantages, clip_low, clip_high, clip_c):
+    calls.append(1)
+    loss, stats = OBJECTIVES["ppo"](ratio, advantages, clip_low, clip_high, clip_c)
+    return loss * (float("nan") if len(calls) == 3 else 1), stats
+"""
+
+
+def test_a_gradient_that_is_not_finite_costs_no_step(train_here, tmp_path, registries):
+    """Neither the steps before it, nor what estimator, sampler and KL knew after them."""
+    (tmp_path / "breaks.py").write_text(SAMPLED + BREAKS)
+    flags = [*TINY, "--task", tmp_path / "breaks.py", "--policy_loss", "breaks", "--num_steps", "4"]
+    flags += ["--adv_estimator", "growing", "--kl_coef", "0.05", "--kl_in", "reward"]
+    flags += ["--kl_target", "0.001", "--tokens_per_micro_batch", "4096", "--save_every", "0"]
+    flags += ["--deterministic", "--output_dir", tmp_path / "run"]
+    with pytest.raises(BadInput, match="the gradient norm is nan"):
+        train_here(*flags)
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1, 2]
+    train_here(*flags, "--resume")
+    resumed = metrics_of(tmp_path / "run")
+
+    flags[-1] = tmp_path / "whole"
+    (tmp_path / "breaks.py").write_text(SAMPLED + BREAKS.replace("nan", "1"))
+    train_here(*flags)
+    assert resumed == metrics_of(tmp_path / "whole")
+    states = [
+        tmp_path / name / "checkpoints/step_000004/step.json" for name in ("run", "whole")
+    ]
+    assert states[0].read_text() == states[1].read_text()
 
 
 def test_rollout_only_writes_what_replay_trains_on(train_here, tmp_path):
