@@ -333,6 +333,13 @@ class Trajectory:
         self.response_logprobs = Numbers("d")
         self.response_versions = Numbers("i")
 
+    def copy(self) -> "Trajectory":
+        """Returns a copy with lists of its own; messages and images are shared."""
+        copied = copy.copy(self)
+        vars(copied).update({name: copy.copy(value) for name, value in vars(self).items()})
+        copied.recent = Recent()
+        return copied
+
     def fork(self, prompt_ids: list[int], engine_ids: list[int]):
         """Ends the token sequence, and starts one whose prompt is the rewritten history."""
         # Only the last output has reward and metrics. The rollout continues: this one is not cut.

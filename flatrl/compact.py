@@ -19,6 +19,9 @@ class Numbers(array):
     __slots__ = ()
     __hash__ = None
 
+    def __copy__(self):
+        return Numbers(self.typecode, self)
+
     def __deepcopy__(self, memo):
         return Numbers(self.typecode, self)
 

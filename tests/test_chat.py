@@ -39,6 +39,7 @@ BACKGROUND = Background()
 CALCULATOR = as_tool(calculator.calculator).schema
 PARAMETERS = {"type": "object", "properties": {}}
 OTHER = {"type": "function", "function": {"name": "other", "parameters": PARAMETERS}}
+NEVER = object()  # a line that the engine does not finish
 FIRST_WITH_TOOLS = f"<|im_start|>system\nTools: calculator{END}\n{ASKED}"
 
 
@@ -56,6 +57,9 @@ class Engine(Script):
 
     async def generate(self, **request):
         async with self.turn:
+            if self.lines[len(self.prompts)] is NEVER:
+                self.prompts.append(request["prompt_ids"])
+                await too_late()
             out = await super().generate(**request)
             self.said[len(self.prompts)] = out.token_ids
             return out
@@ -152,8 +156,9 @@ def test_a_conversation_is_one_output(play, tokenizer):
 
 
 def as_a_framework_sends_it(message) -> dict:
-    """With ids, keys and parts of its own."""
-    parts = [{"type": "text", "text": message.content}]
+    """With ids, keys and parts of its own, and trimmed."""
+    words = message.content.strip()
+    parts = [{"type": "text", "text": text} for text in (words[:1], words[1:])]
     message = message.model_dump() | {"content": parts, "refusal": None, "name": "solver"}
     for made in message["tool_calls"] or ():
         made |= {"id": "call_1", "index": 0}
@@ -162,7 +167,7 @@ def as_a_framework_sends_it(message) -> dict:
 
 @pytest.mark.parametrize("back", [lambda message: message, as_a_framework_sends_it])
 def test_replies_as_clients_send_them_back_continue_and_what_the_agent_made_up_is_given(play, back):
-    made_up = {"role": "assistant", "content": "7"}
+    made_up = {"role": "assistant", "content": "7", "reasoning": "A lucky one."}
 
     async def chat(client, prompt, **row):
         first = await ask(client, *prompt, tools=[CALCULATOR])
@@ -172,9 +177,10 @@ def test_replies_as_clients_send_them_back_continue_and_what_the_agent_made_up_i
         history += [back(second), user("Guess"), made_up, user("Sure?")]
         await ask(client, *history, tools=[CALCULATOR])
 
-    (output,), engine = play(chat, SUM, "é 2", ANSWER)
-    parts = [(1, SUM + END), tool_turn("2"), (2, "é 2" + END)]
-    given = user_turn("Guess") + "7" + END + user_turn("Sure?")
+    (output,), engine = play(chat, "Hm.\n" + SUM, "\n é 2 ", ANSWER)
+    parts = [(1, "Hm.\n" + SUM + END), tool_turn("2"), (2, "\n é 2 " + END)]
+    thought = "<think>A lucky one.</think>"
+    given = user_turn("Guess") + thought + "7" + END + user_turn("Sure?")
     assert_output(output, engine, *parts, given, (3, ANSWER + END))
 
 
@@ -297,21 +303,24 @@ def test_another_exception_of_the_agent_is_raised(play):
         play(chat, "2", trajectory_timeout=HANGS)
 
 
-def test_a_conversation_that_failed_stands_first_and_the_one_that_spoke_last_is_last(play):
-    """The task's reward is asked of the last output, whose last question must have an answer."""
+def test_a_call_without_a_reply_leaves_no_trace(play):
+    """The agent gave it up, or the engine failed: it asks again, and continues its conversation."""
 
     async def chat(client, prompt, **row):
-        plan = await ask(client, *prompt)
-        history = [user("Help."), await ask(client, user("Help.")), user("More.")]
+        history = [*prompt, await ask(client, *prompt), user("More.")]
+        await ask(client, user("Help."))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ask(client, *history), 0.01)
         with pytest.raises(RuntimeError, match="out of memory"):
             await ask(client, *history)
-        await ask(client, *prompt, plan, user("Done?"))
+        await ask(client, *history)
         return 0.5
 
-    (failed, whole), engine = play(chat, "plan", "yes", RuntimeError("out of memory"), "done")
-    assert_output(failed, engine, (2, "yes" + END), user_turn("More."))
-    assert_output(whole, engine, (1, "plan" + END), user_turn("Done?"), (4, "done" + END))
-    assert [failed.reward, whole.reward] == [None, 0.5]
+    lines = ("plan", "yes", NEVER, RuntimeError("out of memory"), "done")
+    (helper, main), engine = play(chat, *lines)
+    assert_output(helper, engine, (2, "yes" + END))
+    assert_output(main, engine, (1, "plan" + END), user_turn("More."), (5, "done" + END))
+    assert [helper.reward, main.reward] == [None, 0.5]
 
 
 def test_a_timeout_in_a_tool_keeps_what_was_sampled(play):

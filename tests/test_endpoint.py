@@ -15,6 +15,7 @@ from test_agent_loop import ANSWER, END, PROMPT, SUM, call, encode, tool_turn, u
 from test_chat import (
     CALCULATOR,
     FIRST_WITH_TOOLS,
+    NEVER,
     Engine,
     ask,
     assert_exact,
@@ -152,6 +153,24 @@ def test_a_plain_agent_runs_in_a_thread(endpoint, tokenizer):
     assert output.reward == 0.5
 
 
+def test_a_reply_that_nobody_read_is_not_trained(play):
+    async def agent(client, prompt):
+        with pytest.raises(openai.APITimeoutError):
+            await ask(client.with_options(timeout=0.2), *prompt)
+        await ask(client, *prompt, await ask(client, *prompt), user("More"))
+
+    (output,), engine = play(agent, NEVER, "2", "ok")
+    assert_output(output, engine, (2, "2" + END), user_turn("More"), (3, "ok" + END))
+
+
+def test_a_request_that_is_too_large_is_refused(play):
+    async def agent(client, prompt):
+        answer = await post(client, "chat/completions", b" " * (chat_endpoint.MAX_BODY + 1))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+    assert play(agent)[0] == []
+
+
 # ---------------------------------------------------------------- chat completions
 
 
@@ -177,6 +196,7 @@ def test_a_streamed_reply_ends_with_its_reason_and_usage(play, tokenizer):
 REFUSED = {
     "chat/completions": [
         b"{",
+        b"[" * 100_000,
         {"messages": [{"role": "user", "content": 5}]},
         {"messages": PROMPT, "n": 2},
         {"messages": PROMPT, "response_format": {"type": "json_object"}},
@@ -316,9 +336,10 @@ def test_keys_and_budgets_of_messages(play_anthropic):
         assert answer.json()["error"]["type"] == "authentication_error"
         for headers in ({"x-api-key": client.api_key}, bearer(client.api_key)):
             assert (await post(client, "v1/messages", body, headers)).status_code == 200
-        answer = await post(client, "messages", body | {"messages": [user("x" * 5000)]})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"].startswith("prompt is too long")
+        for long in ([user("x" * 5000)], [user("x")] * 1001):
+            answer = await post(client, "messages", body | {"messages": long})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith("prompt is too long")
 
     outputs, engine = play_anthropic(agent, "2", "3", max_model_len=1000)
     assert_exact(outputs, engine)

@@ -20,13 +20,14 @@ Anthropic's words:
 A reply has a thinking block if the model reasons, whatever the request says."""
 
 import json
+import re
 from collections.abc import Iterator
 
 from agent_loop import function_call
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
-# Claude Code's system prompt begins with this line. It differs from request to request, so each
+# The head of a line in Claude Code's system prompt. It differs from request to request, so each
 # request would begin a token sequence of its own.
 CHANGING_LINE = "x-anthropic-billing-header"
 
@@ -58,8 +59,7 @@ def _messages(body):
     messages = []
     system = _content(body.get("system"))
     for part in system:
-        if part["text"].startswith(CHANGING_LINE):
-            part["text"] = part["text"].partition("\n")[2]
+        part["text"] = re.sub(rf"(?m)^{CHANGING_LINE}.*\n?", "", part["text"])
     system = [part for part in system if part["text"]]
     if system:
         messages.append({"role": "system", "content": system})

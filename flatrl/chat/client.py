@@ -20,6 +20,8 @@ from agent_loop import (
     with_template_variables,
 )
 
+TEXT_PARTS = ("text", "input_text", "output_text")  # those of chat completions and Responses
+
 
 class OutOfBudget(RuntimeError):
     """No tokens ("length") or no turns ("max_turns") are left for another reply."""
@@ -41,15 +43,12 @@ class ChatClient:
         self.sampling_params = sampling_params
         self.row_images = row_images
         self.trusted = []  # the row's messages: see agent_loop.render
-        self.trajectories = []  # one per token sequence, the most recently asked last
+        self.trajectories = []  # one per token sequence; each ends with a reply
         self.tasks = []  # one per call: those still running at the end are cancelled
         self.turns = 0  # calls so far
         self.over = False  # whether the agent is done
         self.reward = None  # the agent's own; if it stays None, the task's reward is asked
-        # "length" or "max_turns" if nothing is left, from which an agent's error may come.
-        self.exhausted = None
-        self.refused = None  # the same, if that call got no reply
-        self.n_given_up = 0  # calls that were refused
+        self.refused = None  # "length" or "max_turns" if the last call got no reply
         self.chat = self.completions = self  # for client.chat.completions.create
 
     async def create(
@@ -86,26 +85,29 @@ class ChatClient:
         tools = [] if tool_choice == "none" else list(tools or [])
         template = json.dumps(others.get("chat_template_kwargs") or {}, sort_keys=True)
 
+        self.refused = None
         messages, images = self._plain_chat(messages)
         identities = [_identity(message) for message in messages]
-        trajectory = self._trajectory_for(messages, identities, images, tools, template)
+        earlier = self._earlier(identities, tools, template)
+        trajectory = self._extended(earlier, messages, images, tools, template)
         self.turns += 1
-        turn = self.turns
+        trajectory.turn = self.turns
         n_tokens_before = len(trajectory.response_ids)
-        n_given_up = self.n_given_up
-        text = await self._sample(trajectory, sampling)
-
-        if n_given_up == self.n_given_up:  # no parallel call was refused meanwhile
-            self.refused = None
-        # If there is no room left, an error that the agent raises now comes from that.
-        self.exhausted = "length" if self.loop.room(trajectory) < 1 else self.refused
-        only_one = parallel_tool_calls is False
-        stop_string = self._read(trajectory, text, turn, sampling, tools, only_one)
+        if earlier:
+            self.trajectories.remove(earlier)  # parallel calls never share a trajectory
+        try:
+            text = await self._sample(trajectory, sampling)
+        except BaseException:  # nobody reads a reply: the trajectory is as before the call
+            if earlier:
+                self.trajectories.append(earlier)
+            raise
+        stop_string = self._read(trajectory, text, sampling, tools, parallel_tool_calls is False)
         trajectory.identities = [*identities, _identity(trajectory.messages[-1])]
-        trajectory.tools = tools, template  # from now on, other calls may continue it
+        trajectory.tools = tools, template
+        self.trajectories.append(trajectory)
         return self._completion(trajectory, n_tokens_before, stop_string)
 
-    def _read(self, trajectory, text, turn, sampling, tools, only_one):
+    def _read(self, trajectory, text, sampling, tools, only_one):
         """Cuts the stop string off the reply, and parses its tool calls; text: None if cut off.
 
         Returns the stop string that ended the reply, or None."""
@@ -118,7 +120,7 @@ class ChatClient:
             text = text.split(stop_string)[0]
             reply["content"] = reply["content"].split(stop_string)[0]
         if text and tools:
-            calls = self._calls(text, tools, only_one, reply, turn)
+            calls = self._calls(text, tools, only_one, reply, trajectory.turn)
             trajectory.count("tool_calls", len(calls))
             offered = [tool.get("function", {}).get("name") for tool in tools]
             for made in calls:
@@ -161,43 +163,36 @@ class ChatClient:
             set_tool_calls(reply, content, calls, turn)
         return calls
 
-    def _trajectory_for(self, messages, identities, images, tools, template):
-        """Returns the longest trajectory that the messages extend, or else a new one.
-
-        The new messages are appended to it. Parallel calls never share a trajectory. Raises
-        OutOfBudget if nothing is left."""
+    def _earlier(self, identities, tools, template):
+        """Returns the longest trajectory that messages with these identities extend, or None."""
 
         def is_extended(trajectory):
-            if trajectory.tools != (tools, template):
-                return False
             history = trajectory.identities
-            return len(history) < len(messages) and history == identities[: len(history)]
+            is_prefix = len(history) < len(identities) and history == identities[: len(history)]
+            return is_prefix and trajectory.tools == (tools, template)
 
         extended = filter(is_extended, self.trajectories)
-        earlier = max(extended, key=lambda each: len(each.messages), default=None)
+        return max(extended, key=lambda each: len(each.messages), default=None)
+
+    def _extended(self, earlier, messages, images, tools, template):
+        """Returns a copy of the earlier trajectory with the new messages, or else a new one.
+
+        Raises OutOfBudget if nothing is left."""
         if self.over or 0 < self.loop.args.max_assistant_turns <= self.turns:
             self._give_up("max_turns")
         loop = copy.copy(self.loop)
         loop.tokenizer = with_template_variables(loop.tokenizer, template)
         if earlier:
-            trajectory = earlier
+            trajectory = earlier.copy()
             new_messages = messages[len(trajectory.messages) :]
             new_images = images[len(trajectory.images) :]
             stops = loop.stop_token_ids(self.sampling_params)
-            stop_reason = trajectory.stop_reason
             fits = loop.append(trajectory, new_messages, tools, stops, new_images)
-            trajectory.stop_reason = stop_reason  # the agent may go on in another sequence
-            self.trajectories.remove(trajectory)
-            self.trajectories.append(trajectory)  # the most recently asked
         else:
             trajectory = loop.start({"prompt": messages, "images": images}, tools, self.trusted)
             fits = loop.room(trajectory) > 0
-            if fits:
-                self.trajectories.append(trajectory)
         if not fits:
             self._give_up("length")
-        # No call may continue it before its turn is sampled, and none ever if that fails.
-        trajectory.tools = None
         return trajectory
 
     def count_tokens(self, messages: list[dict], tools: list[dict]) -> int:
@@ -208,8 +203,7 @@ class ChatClient:
 
     def _give_up(self, reason):
         """Raises OutOfBudget, and remembers why."""
-        self.exhausted = self.refused = reason
-        self.n_given_up += 1
+        self.refused = reason
         raise OutOfBudget(f"the trajectory has no room for another reply: {reason}")
 
     async def close(self):
@@ -223,6 +217,8 @@ class ChatClient:
         """Returns a call's messages in the form that templates expect, and their images in order.
 
         Parts of type image are those of the row's prompt. A call has all of them or none."""
+        if len(messages) > self.loop.window:  # each has a token: rendering them would take long
+            self._give_up("length")
         images = []
         row_images = iter(self.row_images)
         messages = [self._plain(message, images, row_images) for message in messages]
@@ -250,6 +246,8 @@ class ChatClient:
 
         keys = ("role", "name", "tool_call_id", "reasoning_content")
         plain = {key: message[key] for key in keys if message.get(key)}
+        if message.get("reasoning"):  # vLLM's new name, and OpenRouter's
+            plain.setdefault("reasoning_content", message["reasoning"])
         # Templates print roles and ids. They must not spell special tokens.
         if not re.fullmatch(r"\w+", plain["role"], re.ASCII):
             raise ValueError(f"a message's role must be a word, not {plain['role']!r:.80}")
@@ -272,8 +270,8 @@ class ChatClient:
     def _part(self, part, images, row_images):
         """Returns a part of a content. Its image goes to `images`, and a hash takes its place."""
         kind = part.get("type")
-        if kind == "text":
-            return part
+        if kind in TEXT_PARTS:
+            return {"type": "text", "text": part["text"]}
         if self.loop.processor is None:
             raise ValueError("only text content is supported in chat messages")
         limit = self.loop.args.max_images
@@ -328,24 +326,29 @@ class ChatClient:
             prompt_token_ids=prompt,
         )
 
-    def outputs(self) -> list[AgentLoopOutput]:
-        """Returns the outputs of all token sequences, the most recently asked last.
+    @property
+    def exhausted(self) -> str | None:
+        """ "length" or "max_turns" if nothing is left, from which an agent's error may come."""
+        is_full = self.trajectories and self.loop.room(self.trajectories[-1]) < 1
+        return "length" if is_full else self.refused
 
-        Those whose last turn failed come first: the reward is asked about the last output."""
+    def outputs(self) -> list[AgentLoopOutput]:
+        """Returns the outputs of all token sequences, the most recently asked last."""
         outputs = []
-        # `tools` is None where the last turn was not sampled; False sorts before True.
-        for trajectory in sorted(self.trajectories, key=lambda each: each.tools is not None):
-            if trajectory.assistant_turns:
-                outputs += trajectory.outputs()
+        for trajectory in sorted(self.trajectories, key=lambda each: each.turn):
+            outputs += trajectory.outputs()
         return outputs
 
 
 def _identity(message):
     """Returns the parts of a message that two copies of it share.
 
-    Clients add and drop the ids and names of tool results, so these are left out."""
+    Clients add and drop the ids and names of tool results, and trim replies."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    return message["role"], message["content"], json.dumps(calls, sort_keys=True)
+    content = message["content"]
+    if message["role"] == "assistant" and isinstance(content, str):
+        content = content.strip()
+    return message["role"], content, json.dumps(calls, sort_keys=True)
 
 
 def _word(id):

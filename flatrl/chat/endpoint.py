@@ -30,6 +30,7 @@ import asyncio
 import functools
 import hmac
 import importlib
+import json
 import os
 import secrets
 import socket
@@ -37,7 +38,7 @@ from collections.abc import Callable, Iterator
 
 from jinja2 import TemplateError
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -46,7 +47,17 @@ from flatrl.chat import anthropic_api, openai_api
 from flatrl.chat.client import ChatAgentLoop, ChatClient, OutOfBudget
 
 # What a malformed request raises, here or in a template.
-BAD_REQUEST = (ValueError, TypeError, LookupError, AttributeError, TemplateError)
+BAD_REQUEST = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    TemplateError,
+)
+
+MAX_BODY = 4 << 20  # bytes of a request: while one is read, all rollouts wait
+MAX_BODY_WITH_IMAGES = 32 << 20
 
 
 def _bypass_proxies() -> None:
@@ -176,7 +187,19 @@ class ChatEndpoint:
             problem = form(401, "unknown rollout or wrong key", "invalid_api_key")
             return JSONResponse(problem, 401)
         try:
-            return await make(client, await request.json())
+            body = await _body(request, client.loop.processor is not None)
+            if body is None:
+                problem = form(413, "the request is too large", "request_too_large")
+                return JSONResponse(problem, 413)
+            work = asyncio.ensure_future(make(client, json.loads(body)))
+            left = asyncio.ensure_future(request.receive())  # until the client has left
+            left.add_done_callback(lambda _: work.cancel())  # nobody reads the reply
+            try:
+                return await work
+            finally:
+                left.cancel()
+        except (asyncio.CancelledError, ClientDisconnect):
+            return Response(status_code=499)
         except OutOfBudget as error:
             problem = form(400, str(error), "context_length_exceeded")
         except BAD_REQUEST as error:
@@ -185,6 +208,18 @@ class ChatEndpoint:
 
 
 ENDPOINT = ChatEndpoint()
+
+
+async def _body(request, has_images):
+    """Returns the body of a request, or None if it is too large.
+
+    It is read to its end in any case: a client that still sends sees no answer."""
+    limit = MAX_BODY_WITH_IMAGES if has_images else MAX_BODY
+    body = bytearray()
+    async for chunk in request.stream():
+        if len(body) <= limit:
+            body += chunk
+    return body if len(body) <= limit else None
 
 
 def _streamed(events: Iterator[dict], named: bool) -> Response:

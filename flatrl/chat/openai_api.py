@@ -179,11 +179,6 @@ def _messages(body):
         )
     except Exception as error:  # vLLM's own have no common base
         raise ValueError(f"input: {error}") from None
-    for message in messages:
-        message["content"] = _chat_content(message.get("content"))
-        reasoning = message.pop("reasoning", None)
-        if reasoning:
-            message["reasoning_content"] = reasoning
     return messages
 
 
@@ -191,17 +186,6 @@ def _function(item, *keys):
     """Returns a tool (or a choice of one) of the Responses API as one of chat completions."""
     function = {key: item[key] for key in ("name", *keys) if item.get(key) is not None}
     return {"type": "function", "function": function}
-
-
-CHAT_PARTS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
-
-
-def _chat_content(content):
-    """Returns the content of a Responses message as that of a chat message."""
-    if content is None or isinstance(content, str):
-        return content
-    kinds = [CHAT_PARTS.get(part["type"], part["type"]) for part in content]
-    return [{"type": kind, kind: part.get(kind)} for kind, part in zip(kinds, content)]
 
 
 def response_of(completion) -> dict:
