@@ -631,6 +631,9 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
         inputs["states"] = turn_states(batch.outputs, turns_of_units(batch))
     if "parts" in takes:
         inputs["parts"] = reward_parts(batch.outputs)
+    if "outputs" in takes:
+        order = units.unit_of_row.argsort(stable=True)
+        inputs["outputs"] = [batch.outputs[row] for row in order]
     return inputs
 
 

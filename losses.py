@@ -12,19 +12,17 @@ Four words have a fixed meaning:
     turn               here only one of the assistant: a run of mask-1 tokens
 
 Arguments that most functions take:
-    mask               (B, T), bool or 0/1. 1 marks a token that the policy sampled. 0 marks a
-                       token of a tool, a user or the template, and padding. Inputs at mask 0,
-                       even NaN, change no result and no gradient. Results are 0 there.
+    mask               (B, T), bool or 0/1. 1 marks a token that the policy sampled, 0 one of a
+                       tool, a user, the template or padding. Inputs at mask 0, even NaN, change
+                       no result and no gradient. Results are 0 there.
     logprobs           of the policy in training, computed by the trainer
     logprobs_old       of the policy before the step's first update, computed by the trainer
     logprobs_rollout   of the policy that sampled the tokens, reported by the engine
-    logprobs_ref       of the frozen reference model
+    logprobs_ref       of the reference model
 
-Many functions also return `stats`, a dict of detached (B, T) tensors for the log. The caller
-averages each over the mask-1 tokens of the whole mini-batch, from all ranks.
-
-Results keep the dtype of their input: float64 stays float64. A batch in which every mask is 0
-gives 0, not NaN. An unknown kind or mode raises ValueError."""
+`stats` are detached (B, T) tensors for the log. The caller averages each over the mask-1 tokens
+of the whole mini-batch, from all ranks. Results keep the dtype of their input. A batch in which
+every mask is 0 gives 0, not NaN. An unknown kind or mode raises ValueError."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +40,7 @@ NS = Annotated[Tensor, "N S"]  # units x tokens of all their outputs, laid end t
 Turns = Annotated[Tensor, "turns"]  # the sampled turns of all units
 B = Annotated[Tensor, "B"]  # outputs
 BT = Annotated[Tensor, "B T"]  # outputs x response tokens, right-padded
+Tokens = BT | NS
 LossAndStats = tuple[BT, dict[str, BT]]
 
 KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
@@ -55,27 +54,20 @@ AGGREGATIONS = (
 
 
 def _masked(mask, *tensors):
-    """Returns the mask as bool, then each tensor with 0 where the mask is 0.
-
-    Public functions do this BEFORE any arithmetic: a NaN times a mask of 0 is still NaN."""
+    """Returns the mask as bool, then each tensor with 0 at mask 0, where it may be NaN."""
     mask = mask.bool()
     return mask, *(torch.where(mask, tensor, 0) for tensor in tensors)
 
 
 def _zero_where_masked(mask, loss, stats):
-    """Returns a per-token loss (or weights) and its stats, with 0 where the mask is 0.
-
-    The stats are detached and get the loss's dtype."""
+    """Returns a per-token loss and its stats, detached and in its dtype, with 0 at mask 0."""
     clean = {name: torch.where(mask, x.detach().to(loss.dtype), 0) for name, x in stats.items()}
     return torch.where(mask, loss, 0), clean
 
 
 def _row_mean(values, mask):
-    """Averages values over the mask-1 tokens of each row: (B, T) -> (B, 1).
-
-    Values at mask 0 must be 0."""
-    n_tokens = mask.sum(-1, keepdim=True)
-    return values.sum(-1, keepdim=True) / n_tokens.clamp(min=1)
+    """Averages values, 0 at mask 0, over the mask-1 tokens of each row: (B, T) -> (B, 1)."""
+    return values.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _ratio(log_ratio):
@@ -89,10 +81,8 @@ def _as_float(values):
 
 
 def _moments(values, mask):
-    """Returns moments of values (B, T) over the mask-1 tokens, in float64.
-
-    They are values - mean (B, T), the mean, the sum of squares of values - mean, and the number
-    of tokens."""
+    """Returns, over the mask-1 tokens and in float64: values - mean (0 at mask 0), the mean, the
+    sum of squares of values - mean, and the number of tokens."""
     mask, values = _masked(mask, values.double())
     n_tokens = mask.sum()
     mean = values.sum() / n_tokens.clamp(min=1)
@@ -105,36 +95,30 @@ def group_sum(values: N, groups: N) -> N:
 
     groups: labels, any integers in any order."""
     labels, index = torch.unique(groups, return_inverse=True)
-    sums = values.new_zeros(len(labels))
-    sums.index_add_(0, index, values)
-    return sums[index]
+    return values.new_zeros(len(labels)).index_add_(0, index, values)[index]
 
 
 def _center(rewards, groups):
-    """Returns each reward minus its group's mean, and the group's size: (N,) each, in float64.
-
-    A difference within the rounding of float32 is 0: divided by a standard deviation as small, it
-    would look like a signal."""
+    """Returns each reward minus its group's mean, and the group's size: (N,) each, in float64."""
     rewards = rewards.double()
     size = group_sum(torch.ones_like(rewards), groups)
     mean = group_sum(rewards, groups) / size
     centered = rewards - mean
+    # Divided by a standard deviation as small, a rounding error would look like a signal.
     is_rounding = centered.abs() <= 1e-6 * mean.abs()
     return torch.where(is_rounding, 0, centered), size
 
 
-def turn_starts(mask: BT) -> BT:
+def turn_starts(mask: Tokens) -> Tokens:
     """Returns a bool mask of the first token of each turn."""
     mask = mask.bool()
-    previous = torch.nn.functional.pad(mask, (1, -1))  # the mask, shifted right by one
-    return mask & ~previous
+    return mask & ~torch.nn.functional.pad(mask, (1, -1))  # the mask, shifted right by one
 
 
-def turn_ends(mask: BT) -> BT:
+def turn_ends(mask: Tokens) -> Tokens:
     """Returns a bool mask of the last token of each turn."""
     mask = mask.bool()
-    following = torch.nn.functional.pad(mask, (-1, 1))  # the mask, shifted left by one
-    return mask & ~following
+    return mask & ~torch.nn.functional.pad(mask, (-1, 1))  # the mask, shifted left by one
 
 
 def last_places(mask: NS) -> N:
@@ -157,11 +141,12 @@ OBJECTIVES = {}  # --policy_loss -> function
 # The parameters that these functions may have: see `estimator` and `objective`.
 _ESTIMATOR_INPUTS = """
     rewards outcomes groups prompts names lengths truncated baselines mask token_rewards values
-    states parts entropy logprobs_old logprobs_rollout logprobs_ref versions state args
+    states parts outputs entropy logprobs_old logprobs_rollout logprobs_ref versions state step
+    num_steps args
 """.split()
 _OBJECTIVE_INPUTS = """
-    logprobs logprobs_old ratio entropy advantages mask logprobs_rollout logprobs_ref versions
-    clip_low clip_high clip_c args
+    logprobs logprobs_old ratio entropy advantages batch_stats mask demonstrated logprobs_rollout
+    logprobs_ref versions clip_low clip_high clip_c state step num_steps args
 """.split()
 
 
@@ -180,44 +165,57 @@ def estimator(name: str) -> Callable:
         truncated      (N,) bool, True if a length or turn limit cut the unit's last output off
         baselines      (N,) reward of a greedy rollout of the same prompt, NaN where that failed.
                        If you ask for baselines, each group gets such a rollout.
+        parts          {name: (N,)} the numbers in the task's reward dicts, except "score"; NaN
+                       where a unit has none of that name
+        outputs        the AgentLoopOutputs, those of unit 0 first; by default one for each unit
+        states         (turns,) see `gigpo_advantages`
         mask           (N, S) mask of the unit's outputs, laid end to end. A column with mask 0
                        precedes each turn: 0 1 1 0 1 is two turns of 2 and 1 tokens
                        (data.EndToEnd).
         token_rewards  (N, S) the reward at each token, 0 elsewhere. The terminal reward is at
                        the last mask-1 token.
         values         (N, S) predictions of a critic. If you ask for values, a critic is trained.
-        states         (turns,) see `gigpo_advantages`
-        parts          {name: (N,)} the numbers in the task's reward dicts, except "score"; NaN
-                       where a unit has none of that name
         entropy, logprobs_old, logprobs_rollout, logprobs_ref, versions
                        (N, S) each, 0 where the mask is 0. versions: of the weights that sampled
                        the token. If you ask for logprobs_old or entropy, the policy scores the
-                       batch before the update. logprobs_ref needs --ref_model or --kl_coef.
+                       batch before the update. logprobs_ref needs a reference (--ref_model,
+                       --kl_coef or --hints).
         state          a dict, empty at first, that keeps what you put in it from step to step
                        and in checkpoints, as a pickle
-        args           all flags
+        step           the number of the step, from 0
+        num_steps, args   the flag, and all flags
     Return advantages, (N, S), or (N,) if all tokens of a unit have the same. With `values`,
-    return a tuple: advantages and returns, both (N, S). Parameters with a default are not
-    filled. Other names than these raise ValueError."""
+    return a tuple: advantages and returns, both (N, S). A dict at the end of a tuple has
+    `batch_stats` for the objective: {name: (N, S), (N,) or a number}. Parameters with a default
+    are not filled. Other names than these raise ValueError."""
     return partial(_register, ESTIMATORS, _ESTIMATOR_INPUTS, name)
 
 
 def objective(name: str) -> Callable:
     """Registers a function that computes a policy loss, for `--policy_loss name`.
 
-    Name the inputs you want as parameters. Tensors are (B, T), and 0 where the mask is 0:
+    It sees one MICRO-BATCH: a sum or a quantile over it would change with
+    --tokens_per_micro_batch. Leave such numbers to an estimator, which returns them as
+    `batch_stats`. Name the inputs you want as parameters. Tensors are (B, T), and 0 where the
+    mask is 0:
         logprobs, entropy             with gradient
         ratio                         exp(logprobs - logprobs_old), with gradient
         logprobs_old, advantages      constants
+        batch_stats                   {name: (B, T)}, constants from the estimator
         logprobs_rollout              constant, from the engine
-        logprobs_ref                  constant; needs --ref_model or --kl_coef
+        logprobs_ref                  constant; needs --ref_model, --kl_coef or --hints
         versions                      of the weights that sampled the token
         mask                          bool
+        demonstrated                  bool, True at the assistant's tokens of demonstrations, where
+                                      the mask is 0. If you ask for it, inputs are given and your
+                                      loss counts there, too; else it is -logprobs there.
         clip_low, clip_high, clip_c   the flags; clip_c is None if it is off
-        args                          all flags
+        state                         the estimator's, to be read: each rank sees other rows
+        step, num_steps, args         as in `estimator`
     Return the loss per token, (B, T), to be minimised, or a tuple: that loss and a dict of
     stats, (B, T) each. --rollout_correction, --entropy_coef and --kl_coef are applied to the
-    result. Parameters with a default are not filled. Other names than these raise ValueError."""
+    result at the mask. Parameters with a default are not filled. Other names than these raise
+    ValueError."""
     return partial(_register, OBJECTIVES, _OBJECTIVE_INPUTS, name)
 
 
@@ -240,13 +238,13 @@ def _register(registry, inputs, name, function):
 
 @no_grad
 def gae(
-    rewards: BT,
-    values: BT,
-    mask: BT,
+    rewards: Tokens,
+    values: Tokens,
+    mask: Tokens,
     gamma: float,
     lam: float,
     turn_discount: float = 1.0,
-) -> tuple[BT, BT]:
+) -> tuple[Tokens, Tokens]:
     """Returns GAE advantages and value targets (the returns), in the shape of the rewards.
 
         delta_t  = r_t + gamma V_{t+1} - V_t
@@ -262,8 +260,8 @@ def gae(
     gammas = torch.full_like(advantages, gamma)
     gammas.masked_fill_(turn_ends(mask), gamma * turn_discount)
 
-    next_value = advantages.new_zeros(len(mask))  # (B,)
-    next_advantage = advantages.new_zeros(len(mask))  # (B,)
+    next_value = advantages.new_zeros(len(mask))
+    next_advantage = advantages.new_zeros(len(mask))
     for t in reversed(range(mask.shape[1])):
         delta = rewards[:, t] + gammas[:, t] * next_value - values[:, t]
         advantage = delta + gammas[:, t] * lam * next_advantage
@@ -281,7 +279,9 @@ def _gae(token_rewards, values, mask, args):
 
 
 @no_grad
-def reinforce_pp_advantages(rewards: BT, mask: BT, gamma: float, turn_discount: float = 1.0) -> BT:
+def reinforce_pp_advantages(
+    rewards: Tokens, mask: Tokens, gamma: float, turn_discount: float = 1.0
+) -> Tokens:
     """Computes the advantages of REINFORCE++ (arXiv 2501.03262): discounted returns.
 
         A_t = r_t + gamma A_{t+1}    over mask-1 tokens, with turn_discount as in `gae`
@@ -299,7 +299,7 @@ def _reinforce_pp(token_rewards, mask, args):
     return reinforce_pp_advantages(token_rewards, mask, args.gamma, args.turn_discount)
 
 
-def whiten(x: BT, mask: BT, shift_mean: bool = True) -> BT:
+def whiten(x: Tokens, mask: Tokens, shift_mean: bool = True) -> Tokens:
     """Shifts and scales x to mean 0 and variance 1 over the mask-1 tokens.
 
         (x - mean) / sqrt(var + 1e-8)    var is unbiased
@@ -315,12 +315,7 @@ def whiten(x: BT, mask: BT, shift_mean: bool = True) -> BT:
 
 @estimator("grpo")
 @no_grad
-def grpo_advantages(
-    rewards: N,
-    groups: N,
-    normalize_std: bool = True,
-    eps: float = 1e-6,
-) -> N:
+def grpo_advantages(rewards: N, groups: N, normalize_std: bool = True, eps: float = 1e-6) -> N:
     """Computes the advantages of GRPO (arXiv 2402.03300).
 
         A_i = (r_i - mean_G) / (std_G + eps)    std is unbiased
@@ -380,8 +375,7 @@ def rloo_advantages(rewards: N, groups: N) -> N:
 
     A group with one member gets 0."""
     centered, size = _center(rewards, groups)
-    advantages = centered * size / (size - 1).clamp(min=1)
-    return advantages.type_as(_as_float(rewards))
+    return (centered * size / (size - 1).clamp(min=1)).type_as(_as_float(rewards))
 
 
 @estimator("opo")
@@ -420,9 +414,7 @@ def overlong_penalty(lengths: N, max_len: int, buffer: int) -> N:
         (max_len - buffer - len) / buffer   in between
         -1                                  from max_len tokens on
 
-    See arXiv 2503.14476, eq. 13. Raises ValueError unless 0 < buffer <= max_len."""
-    if not 0 < buffer <= max_len:
-        raise ValueError(f"the overlong buffer {buffer} must lie between 1 and max_len {max_len}")
+    See arXiv 2503.14476, eq. 13. 0 < buffer <= max_len."""
     return ((max_len - buffer - lengths) / buffer).clamp(-1, 0)
 
 
@@ -440,16 +432,17 @@ def policy_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     clip_c: float | None = None,
-    entropy: BT | None = None,
-    args=None,
-    **more: BT,
+    demonstrated: BT | None = None,
+    **more,
 ) -> LossAndStats:
     """Computes the policy-gradient loss of each token, to be minimised, and stats.
 
     kind: "ppo", "gspo", "gmpo", "cispo", "sapo" or "reinforce", whose formulas are below, or
         the name of your own `objective`.
     clip_low, clip_high: bounds of the ratio; gmpo: of its logarithm; sapo: temperatures.
-    entropy, args, more: further inputs by their names, for an `objective` that asks for them.
+    demonstrated: the tokens of demonstrations, at mask 0. Their loss is -logprobs, unless the
+        objective asks for `demonstrated`.
+    more: further inputs by their names, for an objective that asks for them.
 
     With logprobs_old = logprobs.detach() the ratio is exactly 1, and the gradient is that of
     REINFORCE (gmpo: if the advantage is constant along a row). gspo and gmpo take the ratio of a
@@ -467,47 +460,49 @@ def policy_loss(
     _check_choice("policy loss", kind, OBJECTIVES)
     if clip_c is not None and clip_c <= 1:
         raise ValueError(f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
-    mask, logprobs, logprobs_old, advantages = _masked(
-        mask, logprobs, logprobs_old.detach(), advantages.detach()
-    )
-    if entropy is not None:
-        more["entropy"] = entropy
-    inputs = {name: torch.where(mask, x, 0) for name, x in more.items()}
-    inputs |= {
+    function = OBJECTIVES[kind]
+    mask = mask.bool()
+    demonstrated = torch.zeros_like(mask) if demonstrated is None else demonstrated.bool()
+    tokens = mask  # whose loss the objective computes
+    if "demonstrated" in function.takes:
+        tokens = mask | demonstrated
+
+    inputs = {
         "logprobs": logprobs,
-        "logprobs_old": logprobs_old,
-        "ratio": _ratio(logprobs - logprobs_old),
-        "advantages": advantages,
+        "logprobs_old": logprobs_old.detach(),
+        "advantages": advantages.detach(),
+        **more,
+    }
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            inputs[name] = torch.where(tokens, value, 0)
+    log_ratio = inputs["logprobs"] - inputs["logprobs_old"]
+    inputs |= {
+        "ratio": _ratio(log_ratio),
         "mask": mask,
+        "demonstrated": demonstrated,
         "clip_low": clip_low,
         "clip_high": clip_high,
         "clip_c": clip_c,
-        "args": args,
     }
-    loss, stats = _call_objective(kind, inputs)
-    return _zero_where_masked(mask, loss, stats)
-
-
-def _call_objective(kind, inputs):
-    """Returns an objective's loss, and the common stats together with its own."""
-    function = OBJECTIVES[kind]
     loss = function(**{name: inputs[name] for name in function.takes})
-    no_clipping = torch.zeros_like(inputs["mask"])  # unless the objective has such stats
+    no_clipping = torch.zeros_like(mask)  # unless the objective has such stats
     stats = {
         "ratio": inputs["ratio"],
-        "ppo_kl": inputs["logprobs_old"] - inputs["logprobs"],
+        "ppo_kl": -log_ratio,
         "clipfrac": no_clipping,
         "clipfrac_lower": no_clipping,
     }
     if isinstance(loss, tuple):
         loss, own_stats = loss
         stats |= own_stats
-    if loss.shape != inputs["mask"].shape:
+    if loss.shape != mask.shape:
         raise ValueError(
             f"the objective {kind!r} gives a loss of the shape {tuple(loss.shape)}: must be one "
-            f"for each token, (B, T) = {tuple(inputs['mask'].shape)}"
+            f"for each token, (B, T) = {tuple(mask.shape)}"
         )
-    return loss, stats
+    loss, stats = _zero_where_masked(tokens, loss, stats)
+    return torch.where(demonstrated & ~tokens, -logprobs, loss), stats
 
 
 @objective("ppo")
@@ -554,11 +549,9 @@ def _gmpo(logprobs, logprobs_old, advantages, mask, clip_low, clip_high):
 
     In the paper, all tokens of a row have the same A."""
     log_ratio = (logprobs - logprobs_old).clamp(-20, 20)  # as in `_ratio`
-    bounded = torch.where(
-        advantages >= 0,
-        log_ratio.clamp(max=clip_high),
-        log_ratio.clamp(min=-clip_low),
-    )
+    upper = log_ratio.clamp(max=clip_high)
+    lower = log_ratio.clamp(min=-clip_low)
+    bounded = torch.where(advantages >= 0, upper, lower)
     ratio = _row_mean(bounded, mask).exp()  # (B, 1)
     loss = -_row_mean(advantages, mask) * ratio
     return loss.expand_as(mask), {"ratio": ratio, "clipfrac": bounded != log_ratio}
@@ -597,56 +590,29 @@ def _reinforce(logprobs, advantages):
 
 
 # ---- Importance weights: from the engine's policy to the trainer's -------------------------
-# A correction takes the ratios of tokens, (B, T), or of rows, (B, 1), their bounds and the mask,
-# and returns the weights.
 
-
-def _unweighted(ratio, low, high, mask):
-    return torch.ones_like(ratio)
-
-
-def _truncated(ratio, low, high, mask):
-    return ratio.clamp(max=high)
-
-
-def _dropped(ratio, low, high, mask):
-    return torch.where((low <= ratio) & (ratio <= high), ratio, 0)
-
-
-def _vetoed(ratio, low, high, mask):
-    is_outside = mask & ((ratio < low) | (ratio > high))
-    return torch.where(is_outside.any(-1, keepdim=True), 0, torch.ones_like(ratio))
-
-
-# Kind -> (function, default low, default high). The first two ignore their bounds.
-_CORRECTIONS = {
-    "none": (_unweighted, 0.0, 1.0),
-    "bypass": (_unweighted, 0.0, 1.0),
-    "tis": (_truncated, 0.0, 2.0),
-    "icepop": (_dropped, 0.5, 5.0),
-    "seq_tis": (_truncated, 0.0, 2.0),
-    "seq_mask": (_dropped, 0.0, 3.0),
-    "geo_tis": (_truncated, 0.0, 2.0),
-    "geo_mask": (_dropped, 0.999, 1.002),
-    "veto": (_vetoed, 1e-4, 1e4),
+# Kind -> default (low, high). The first two have no bounds.
+ROLLOUT_CORRECTIONS = {
+    "none": (0.0, 1.0),
+    "bypass": (0.0, 1.0),
+    "tis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "seq_tis": (0.0, 2.0),
+    "seq_mask": (0.0, 3.0),
+    "geo_tis": (0.0, 2.0),
+    "geo_mask": (0.999, 1.002),
+    "veto": (1e-4, 1e4),
 }
-# Kind -> default (low, high).
-ROLLOUT_CORRECTIONS = {kind: bounds for kind, (_, *bounds) in _CORRECTIONS.items()}
 
 
 @no_grad
 def rollout_correction(
-    kind: str,
-    logprobs_old: BT,
-    logprobs_rollout: BT,
-    mask: BT,
-    low: float,
-    high: float,
+    kind: str, logprobs_old: BT, logprobs_rollout: BT, mask: BT, low: float, high: float
 ) -> LossAndStats:
     """Computes importance weights from the engine's policy to the trainer's, and stats.
 
     rho is exp(logprobs_old - logprobs_rollout) of a token, for seq_* the product over the row's
-    mask-1 tokens, for geo_* their geometric mean.
+    mask-1 tokens, for geo_* their geometric mean:
         none                    1
         bypass                  1, because the objective takes logprobs_rollout as logprobs_old
         tis, seq_tis, geo_tis   min(rho, high)                     truncated, arXiv 1802.01561
@@ -654,9 +620,8 @@ def rollout_correction(
         seq_mask, geo_mask      the same, with the row's rho
         veto                    1, but 0 in rows where any token's rho is outside
 
-    Tokens with weight 0 still count in the denominators of `aggregate`, so other tokens keep
-    their weight. For decoupled PPO (arXiv 2505.24298), multiply policy_loss by icepop weights
-    with low 0.
+    Tokens with weight 0 still count in the denominators of `aggregate`. Decoupled PPO (arXiv
+    2505.24298) is policy_loss times icepop weights with low 0.
 
     stats:
         rollout_kl          -log rho of the token: the k1 estimate of KL(rollout, old)
@@ -664,12 +629,11 @@ def rollout_correction(
         rollout_clipped     1 where rho was cut to high
         rollout_dropped     1 where the weight was set to 0
         rollout_weight      the weight
-        rollout_weight_sq   its square
-    With global means, mean(weight)^2 / mean(weight_sq) is the effective sample size, as a share
-    of all tokens.
+        rollout_weight_sq   its square: mean(weight)^2 / mean(weight_sq) is the effective sample
+                            size, as a share of all tokens
 
     Raises ValueError unless low <= high."""
-    _check_choice("rollout correction", kind, _CORRECTIONS)
+    _check_choice("rollout correction", kind, ROLLOUT_CORRECTIONS)
     if not low <= high:
         raise ValueError(f"the lower bound {low} of {kind} must not exceed the upper one, {high}")
     mask, logprobs_old, logprobs_rollout = _masked(mask, logprobs_old, logprobs_rollout)
@@ -679,9 +643,15 @@ def rollout_correction(
         log_ratio = difference.sum(-1, keepdim=True)
     elif kind.startswith("geo"):
         log_ratio = _row_mean(difference, mask)
-    ratio = _ratio(log_ratio)
-    correction, *_ = _CORRECTIONS[kind]
-    weights = correction(ratio, low, high, mask)
+    ratio = _ratio(log_ratio)  # (B, T), or (B, 1) of rows
+    is_outside = mask & ((ratio < low) | (ratio > high))
+    weights = torch.ones_like(ratio)
+    if kind.endswith("tis"):
+        weights = ratio.clamp(max=high)
+    elif kind == "veto":
+        weights = weights.masked_fill(is_outside.any(-1, keepdim=True), 0)
+    elif kind not in ("none", "bypass"):  # icepop, seq_mask, geo_mask
+        weights = torch.where(is_outside, 0, ratio)
     stats = {
         "rollout_kl": -difference,
         "rollout_ratio": ratio,
@@ -694,11 +664,7 @@ def rollout_correction(
 
 
 def value_loss(
-    values: BT,
-    values_old: BT,
-    returns: BT,
-    mask: BT,
-    clip: float | None,
+    values: BT, values_old: BT, returns: BT, mask: BT, clip: float | None
 ) -> LossAndStats:
     """Computes the clipped value loss of PPO for each token, and stats.
 
@@ -710,14 +676,13 @@ def value_loss(
     stats:
         value_clipfrac   1 where the bound is active: the gradient is 0
         value_error      |V - R|"""
-    mask, values, values_old, returns = _masked(
-        mask, values, values_old.detach(), returns.detach()
-    )
+    old, returns = values_old.detach(), returns.detach()
+    mask, values, old, returns = _masked(mask, values, old, returns)
     error = values - returns
     unbounded = error.square()
     bounded = unbounded
     if clip is not None:
-        clipped = values_old + (values - values_old).clamp(-clip, clip)
+        clipped = old + (values - old).clamp(-clip, clip)
         bounded = (clipped - returns).square()
     loss = 0.5 * torch.maximum(unbounded, bounded)
     stats = {
@@ -729,14 +694,13 @@ def value_loss(
 
 @no_grad
 def explained_variance(values: BT, returns: BT, mask: BT) -> Tensor:
-    """Returns 1 - var(R - V) / var(R) over the mask-1 tokens.
+    """Returns 1 - var(R - V) / var(R) over the mask-1 tokens; 0 if the returns do not vary.
 
-    1 is a perfect critic, 0 one that is no better than a constant. Where the returns do not vary
-    it is 0."""
+    1 is a perfect critic, 0 one that is no better than a constant."""
     _, _, error_squares, _ = _moments(returns - values, mask)
     _, _, return_squares, _ = _moments(returns, mask)
-    explained = torch.where(return_squares > 0, 1 - error_squares / return_squares, 0)
-    return explained.to(returns.dtype)
+    explained = 1 - error_squares / return_squares
+    return torch.where(return_squares > 0, explained, 0).to(returns.dtype)
 
 
 # ---- KL to the reference -------------------------------------------------------------------
@@ -752,11 +716,9 @@ def kl_estimate(logprobs: Tensor, logprobs_ref: Tensor, kind: str) -> Tensor:
         k3         exp(-d) - 1 + d     unbiased, >= 0, low variance (arXiv 2402.03300, eq. 4)
         k1+, k3+                       the value of k1 or k3 with the gradient of k2
                                        (straight-through estimator)
-    The result of k3 is at most 10. Beyond that its gradient is 0.
-
-    There is no mask, because `aggregate` applies it to the result. Where d is infinite or NaN, the
-    gradient is 0, because no later mask could remove a NaN from it. The value stays, so that a NaN
-    at mask 1 is noticed."""
+    The result of k3 is at most 10. Beyond that its gradient is 0. Where d is infinite or NaN, the
+    gradient is 0, because no later mask could remove it. The value stays, so that a NaN at mask 1
+    is noticed."""
     _check_choice("KL estimate", kind, KL_ESTIMATES)
     difference = logprobs - logprobs_ref.detach()
     finite = difference.isfinite()
@@ -779,9 +741,8 @@ def top_kl(logprobs: Tensor, logprobs_ref: Tensor) -> BT:
 
         sum_k p_k log(p_k / q_k) + p_rest log(p_rest / q_rest)    p_rest = 1 - sum_k p_k
 
-    It is the KL of distributions over K + 1 categories: >= 0, and at most the KL over all ids.
-    Without the rest (verl's forward_kl_topk), the sum can be negative. p_rest and q_rest are at
-    least 1e-6, because a float32 sum of probabilities is not more exact."""
+    It is >= 0, and at most the KL over all ids. Without the rest (verl's forward_kl_topk), it can
+    be negative. p_rest and q_rest are at least 1e-6, the exactness of a float32 sum."""
     p = logprobs_ref.detach().exp()
     p_rest = (1 - p.sum(-1)).clamp(min=1e-6)
     q_rest = (1 - logprobs.exp().sum(-1)).clamp(min=1e-6)
@@ -826,19 +787,15 @@ def aggregate(
         seq-mean-token-mean       sum of row means / n_seqs    GRPO, arXiv 2402.03300
         seq-mean-token-sum-norm   sum / (n_seqs max_len)       Dr. GRPO, arXiv 2503.20783
 
-    A sequence is a row or, with unit_tokens, a unit. The rows of a unit together then weigh as
-    much as one row, and a "row mean" is the mean over the unit.
+    A sequence is a row or, with unit_tokens, a unit, whose rows together weigh as much as one.
 
     n_tokens: mask-1 tokens in the whole mini-batch, that is in all its micro-batches on all
     ranks. n_seqs: sequences there that have any. With these counts, the results for the
-    micro-batches ADD UP to the result for the mini-batch, and the gradient does not depend on
-    how its rows are cut into micro-batches. By default the counts are those of this mask, and
-    max_len is its width.
-
+    micro-batches ADD UP to the result for the mini-batch. By default they are those of this mask,
+    and max_len is its width.
     unit_tokens: the number of mask-1 tokens in the whole unit of each row."""
     _check_choice("aggregation", mode, AGGREGATIONS)
-    # If the mask is 0 everywhere, the result is 0 but still has a graph: under DDP, a rank without
-    # work must run its backward pass too.
+    # A mask of 0 gives 0 with a graph: under DDP, a rank without work runs its backward pass, too.
     mask, values = _masked(mask, x)
     if mode == "seq-mean-token-mean":
         lengths = mask.sum(-1) if unit_tokens is None else unit_tokens  # (B,)
@@ -861,9 +818,8 @@ def count_sequences(mask: BT, unit_tokens: B | None = None) -> Tensor:
     unit_tokens: see `aggregate`. Each row counts as its share of its unit's tokens, so the rows
     of a unit add up to 1."""
     lengths = mask.bool().sum(-1)  # (B,)
-    if unit_tokens is None:
-        unit_tokens = lengths
-    return (lengths.double() / unit_tokens.clamp(min=1)).sum()
+    whole = lengths if unit_tokens is None else unit_tokens
+    return (lengths.double() / whole.clamp(min=1)).sum()
 
 
 # ---- Token log-probabilities without the logits --------------------------------------------
@@ -885,16 +841,11 @@ def token_logprobs(
 
     hidden: (M, H), weight: (V, H), targets: an id for each token, (M,), or several, (M, K).
     Returns logprobs of the targets' shape, or with entropy=True a pair (logprobs, entropy),
-    entropy (M,). Both are differentiable. With y a target and z the logits over the temperature:
+    entropy (M,). Both are differentiable. Logits are computed for at most `chunk` VOCABULARY
+    columns at a time (`_blocks`), in forward and again in backward.
 
-        lse = log sum exp z,   log p = z - lse,   logprob = log p_y,   entropy = -sum p log p
-
-    Logits are computed for at most `chunk` VOCABULARY columns at a time (`_blocks`), in forward
-    and again in backward.
-
-    Half-precision operands give float32 logits and results; float64 stays float64. As in a
-    linear layer, hidden follows autocast, and weight is cast to hidden's dtype. Either may be
-    frozen, and weight may be a tied embedding.
+    Half-precision operands give float32 logits and results. As in a linear layer, hidden follows
+    autocast, and weight is cast to hidden's dtype. Either may be frozen.
 
     Ids >= vocab_size (a padded vocabulary) and `banned` ids (such as an image's placeholder)
     have probability 0, as in the engine. A target among them has logprob -inf. With softcap,
@@ -958,10 +909,8 @@ def _blocks(weight, vocab_size, banned, chunk):
     """Cuts the vocabulary's columns, without the banned ones, into blocks: [(start, stop), ...].
 
     A block has at most `chunk` columns, and at most max(vocab / 32, 256). At most four float32
-    blocks are alive at a time: with more than 8k columns, an eighth of all logits.
-
-    Columns, not tokens, because a block of columns completes its rows of weight's gradient in
-    one product. Blocks of tokens would need a float32 (V, H) tensor to sum their gradients."""
+    blocks are alive at a time. Blocks of tokens would need a float32 (V, H) tensor to sum the
+    gradients of weight; a block of columns completes its rows in one product."""
     vocab = min(vocab_size or len(weight), len(weight))
     columns = min(chunk, max(vocab // 32, 256))
     blocks = []
@@ -976,9 +925,7 @@ def _blocks(weight, vocab_size, banned, chunk):
 
 
 def _matmul(a, b):
-    """Returns a @ b, in float32 for half-precision operands.
-
-    That costs nothing on tensor cores, which accumulate in float32 anyway."""
+    """Returns a @ b, in float32 for half-precision operands: tensor cores accumulate in it."""
     with torch.autocast(a.device.type, enabled=False):
         if a.dtype not in (torch.bfloat16, torch.float16):
             return a @ b
@@ -988,11 +935,7 @@ def _matmul(a, b):
 
 
 def _block(hidden, weight, temperature, softcap, start, stop):
-    """Computes the logits of n = stop - start vocabulary columns.
-
-    Returns a tuple:
-        logits (M, n)         softcapped, and divided by the temperature
-        block_weight (n, H)   the block's rows of weight, in hidden's dtype"""
+    """Returns the logits of n vocabulary columns, (M, n), and their rows of weight, (n, H)."""
     block_weight = weight[start:stop].to(hidden.dtype)
     logits = _matmul(hidden, block_weight.T)
     if softcap:
@@ -1004,6 +947,7 @@ def _block(hidden, weight, temperature, softcap, start, stop):
 
 def _compiled_on_gpu(function):
     """Compiles a function of a block for CUDA, where its steps become one kernel."""
+
     @cache
     def compiled():
         # At the first call, because torch.compile imports torch._dynamo, which takes seconds.
@@ -1040,9 +984,7 @@ def _grad_of_both(logits, lse, sum_of_g, entropy, grad_entropy):
 
 
 def _in_block(targets, start, stop):
-    """Returns for targets (M, K) whether each is in a block, and its column there.
-
-    The column of a target that is elsewhere is clamped."""
+    """Returns whether targets, (M, K), are in a block, and their columns there, clamped."""
     inside = (targets >= start) & (targets < stop)
     return inside, (targets - start).clamp(0, stop - start - 1)
 
@@ -1072,10 +1014,8 @@ class _TokenLogprobs(torch.autograd.Function):
         lse = lses.logsumexp(0)  # (M,), over all columns
 
         # Choosing a token is choosing a block, then a column in it, and the entropies add up.
-        # Both terms have the same sign, so nothing cancels.
         log_share = lses - lse  # (blocks, M), log of each block's probability
-        terms = log_share.exp() * (torch.stack(entropies) - log_share)
-        entropy = terms.sum(0)
+        entropy = (log_share.exp() * (torch.stack(entropies) - log_share)).sum(0)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs no gradient
         return target_logits - lse[:, None], entropy
@@ -1091,12 +1031,8 @@ class _TokenLogprobs(torch.autograd.Function):
         casts the results to the inputs' dtypes."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        grad_hidden = None
-        grad_weight = None
-        if needs_hidden:
-            grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
-        if needs_weight:
-            grad_weight = torch.zeros_like(weight)
+        grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
         g = grad_logprobs  # (M, K)
         if g is None:
             g = torch.zeros_like(targets, dtype=lse.dtype)

@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import math
 import time
@@ -87,7 +88,8 @@ def main(args: Args):
 
             # ---- 3. rewards -> advantages, (B, T): change these lines for a method of your own
             metrics |= set_token_rewards(run, batch, step)  # batch.token_rewards: (N, S)
-            batch["advantages"] = estimate_advantages(batch, rollouts, args, run.estimator_state)
+            state = run.estimator_state
+            batch["advantages"] = estimate_advantages(batch, rollouts, args, state, step)
             log.rollouts(name, rollouts.outputs, rollouts.errors, batch)
             run.clock.lap("advantages")
             if args.mask_truncated:
@@ -329,31 +331,41 @@ def estimate_advantages(
     rollouts: Rollouts,
     args: Args,
     state: dict | None = None,
+    step: int = 0,
 ) -> BT:
     """Returns the advantages by --adv_estimator, (B, T), whitened with --whiten_advantages.
 
     The estimator is one of losses.py or of the task file (`losses.estimator`). It sees each unit
     as one sequence: its outputs laid end to end (data.EndToEnd). It returns one number for each
-    unit, (N,), or for each token, (N, S). If it takes values, batch["returns"] is set, too. state:
-    Run.estimator_state. Raises BadInput for other results, and for a state that can't be saved."""
+    unit, (N,), or for each token, (N, S). If it takes values, batch["returns"] is set, too, and
+    batch["batch_stats/NAME"], (B, T), from a dict that it returns. state: Run.estimator_state.
+    Raises BadInput for other results, and for a state that can't be saved."""
     estimate = losses.ESTIMATORS[args.adv_estimator]
-    units = batch.units
     layout = batch.layout
     mask = layout.mask
-    inputs = data.estimator_inputs(batch, estimate.takes) | {"args": args, "state": state}
+    inputs = data.estimator_inputs(batch, estimate.takes)
+    inputs |= {"args": args, "state": state, "step": step, "num_steps": args.num_steps}
     if "baselines" in estimate.takes:
-        inputs["baselines"] = greedy_baselines(rollouts, units, args)
-    advantages = estimate(**{name: inputs[name] for name in estimate.takes})
+        inputs["baselines"] = greedy_baselines(rollouts, batch.units, args)
+    results = estimate(**{name: inputs[name] for name in estimate.takes})
     flag = f"--adv_estimator {args.adv_estimator}"
     pickled_state(state, flag)  # refuses one that no checkpoint could keep
 
-    if "values" in inputs:
-        is_pair = isinstance(advantages, tuple | list) and len(advantages) == 2
-        need(is_pair, f"{flag} asks for values: must return a tuple, advantages and returns")
-        advantages, returns = advantages
-        returns = data.expanded_to_tokens(returns, mask, f"{flag} gives returns")
-        batch["returns"] = layout.to_outputs(returns)
-    advantages = data.expanded_to_tokens(advantages, mask, f"{flag} gives advantages")
+    results = [*results] if isinstance(results, tuple | list) else [results]
+    batch_stats = results.pop() if isinstance(results[-1], dict) else {}
+    has_stats = batch_stats or "batch_stats" not in args.objective_takes
+    need(has_stats, f"--policy_loss {args.policy_loss} asks for batch_stats: {flag} gives none")
+    names = ["advantages", "returns"] if "values" in inputs else ["advantages"]
+    need(len(results) == len(names), f"{flag} must return {' and '.join(names)}")
+    columns = dict(zip(names, results))
+    for name, column in batch_stats.items():
+        column = torch.as_tensor(column)
+        columns[f"batch_stats/{name}"] = column if column.ndim else column.expand_as(mask)
+    for name, column in columns.items():
+        columns[name] = data.expanded_to_tokens(column, mask, f"{flag} gives {name}")
+
+    advantages = columns.pop("advantages")
+    batch.update({name: layout.to_outputs(column) for name, column in columns.items()})
     if args.whiten_advantages:
         advantages = losses.whiten(advantages, mask)
     return layout.to_outputs(advantages)
@@ -380,7 +392,7 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
         n_tokens = batch["lengths"][rows].sum().item()  # with prompts and what was given
         metrics = {"actor/lr": lr, "batch/tokens": n_tokens}
         if step >= args.critic_warmup:
-            metrics |= update_policy(run, batch, rows)
+            metrics |= update_policy(run, batch, rows, step)
             run.clock.lap("policy")
         if run.critic:
             metrics |= update_critic(run, batch, rows)
@@ -389,19 +401,21 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     return means(updates) | {"actor/adam_steps": models.adam_steps(run.policy.optimizer)}
 
 
-def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, float]:
+def update_policy(run: "Run", batch: data.Batch, rows: list[int], step: int) -> dict[str, float]:
     """Takes one optimiser step of the policy on these rows, which are the same on all ranks.
 
     Sets batch["logprobs_old"] if `score_batch` has not. Returns metrics."""
     args = run.args
     names = ["response_mask", "unit_tokens", "advantages", "versions", "logprobs_rollout"]
     optional = {"logprobs_ref", "ref_top_logprobs", "imitation_mask"}
+    optional |= {name for name in batch if name.startswith("batch_stats/")}
     names += sorted(optional & batch.keys())
     # With a single update, old and new logprobs are equal: policy_objective uses the new ones.
     if args.updates_per_step > 1:
         names.append("logprobs_old")
+    objective = functools.partial(policy_objective, step=step, state=run.estimator_state)
     metrics, logprobs = optimise(
-        run.policy, policy_objective, batch, names, rows, args, run.accelerator, args.loss_agg
+        run.policy, objective, batch, names, rows, args, run.accelerator, args.loss_agg
     )
     if "logprobs_old" not in batch:  # this is the only update of the step, of all rows
         batch["logprobs_old"] = all_sum(logprobs)  # to be compared with the engine's
@@ -420,11 +434,14 @@ def update_critic(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     return metrics
 
 
-def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAndStats:
+def policy_objective(
+    scores: dict[str, BT], columns: dict, args: Args, step: int = 0, state: dict | None = None
+) -> LossAndStats:
     """Returns the policy's loss per token, (b, T), and its stats.
 
     The loss is --policy_loss times the weights of --rollout_correction, minus the entropy bonus,
-    plus the KL to the reference. The ratio is that of this forward pass to
+    plus the KL to the reference; at demonstrated tokens it is --policy_loss alone. step, state:
+    for an objective that asks for them. The ratio is that of this forward pass to
         the engine's logprobs                with --rollout_correction bypass
         logprobs_old                         if that is among the columns (several updates)
         this forward pass itself, detached   otherwise: it is 1"""
@@ -436,6 +453,8 @@ def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAn
     kind, low, high = args.correction
     ratio_to = logprobs_rollout if kind == "bypass" else old
     optional = {"logprobs_ref", "versions"} & columns.keys()
+    prefix = "batch_stats/"
+    batch_stats = {x.removeprefix(prefix): columns[x] for x in columns if x.startswith(prefix)}
     loss, stats = losses.policy_loss(
         args.policy_loss,
         logprobs,
@@ -445,11 +464,17 @@ def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAn
         clip_low=args.clip_low,
         clip_high=args.clip_high,
         clip_c=args.clip_c or None,
+        demonstrated=columns.get("imitation_mask"),
         entropy=entropy,
+        batch_stats=batch_stats,
+        state=state,
+        step=step,
+        num_steps=args.num_steps,
         args=args,
         logprobs_rollout=logprobs_rollout,
         **{name: columns[name] for name in optional},
     )
+    imitation_loss = loss
     # All 1 with none and bypass. metrics.batch_metrics computes the stats, of the whole batch.
     weights, _ = losses.rollout_correction(kind, old, logprobs_rollout, mask, low, high)
     loss = loss * weights
@@ -464,6 +489,8 @@ def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAn
             kl = losses.kl_estimate(logprobs, columns["logprobs_ref"], args.kl_kind)
         loss = loss + args.kl_coef * kl
         stats["kl"] = kl.detach()
+    if "imitation_mask" in columns:
+        loss = torch.where(columns["imitation_mask"].bool(), imitation_loss, loss)
     return loss, stats
 
 
@@ -491,8 +518,8 @@ def optimise(
     objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores: what
     the network returns for b rows. columns: the batch's tensors of these `names`, for these rows.
     loss_agg: a mode of losses.aggregate. With an imitation_mask among the columns, demonstrated
-    tokens add their mean -logprob to the loss. Losses are summed over micro-batches and ranks and
-    divided by global counts, so the gradient does not depend on how the batch is split.
+    tokens add their mean loss. Losses are summed over micro-batches and ranks and divided by
+    global counts, so the gradient does not depend on how the batch is split.
 
     Returns metrics (most names begin with the learner's), and the logprobs or values of this
     rank's rows, (B, T), 0 in the rows of others."""
@@ -553,7 +580,7 @@ def micro_batch_loss(
     shares = {}
     if counts["imitation_tokens"]:
         imitation_loss = losses.aggregate(
-            -scores["logprobs"],
+            loss_of_tokens,
             columns["imitation_mask"],
             n_tokens=counts["imitation_tokens"],
         )

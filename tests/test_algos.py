@@ -88,7 +88,7 @@ def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
     for baseline in greedy:
         baseline.extra["greedy"] = True
     rollouts = Rollouts(outputs=[*OUTPUTS, *greedy])
-    return train.estimate_advantages(batch, rollouts, args, {}), batch
+    return train.estimate_advantages(batch, rollouts, args, {}, step=3), batch
 
 
 def test_results_of_an_estimator_are_checked(registries):
@@ -107,8 +107,8 @@ def test_an_estimator_gets_what_its_parameters_name(registries):
 
     @losses.estimator("spy")
     def spy(
-        rewards, groups, lengths, mask, token_rewards, baselines, states, parts, logprobs_old,
-        logprobs_rollout, args, more=7,
+        rewards, groups, lengths, mask, token_rewards, baselines, states, parts, outputs, step,
+        num_steps, logprobs_old, logprobs_rollout, args, more=7,
     ):  # fmt: skip
         got.update(locals())
         return rewards
@@ -129,6 +129,7 @@ def test_an_estimator_gets_what_its_parameters_name(registries):
     close(got["logprobs_rollout"], -got["mask"])
     close(got["logprobs_old"], 2 * got["mask"])
     assert got["args"].turn_discount == 0.5 and got["more"] == 7
+    assert [got["step"], got["num_steps"]] == [3, 40] and got["outputs"] == OUTPUTS
 
 
 def test_an_objective_gets_clean_inputs_and_its_garbage_at_mask_0_does_not_count(registries):
@@ -156,6 +157,57 @@ def test_an_objective_gets_clean_inputs_and_its_garbage_at_mask_0_does_not_count
     close(grads[1], torch.tensor([[-0.1, 0, -0.1]]))
     assert stats["bound"].tolist() == [[1.5, 0, 1.5]]
     assert stats["clipfrac"].tolist() == [[1, 0, 0]]
+
+
+def test_an_objective_gets_what_the_estimator_found_in_the_whole_batch(registries):
+    stats = {}
+    losses.estimator("found")(lambda rewards, mask: (rewards, stats))
+    losses.objective("seen")(lambda logprobs, batch_stats: batch_stats["units"] + logprobs)
+    flags = {"adv_estimator": "found", "policy_loss": "seen"}
+    with pytest.raises(BadInput, match="seen asks for batch_stats: --adv_estimator found gives"):
+        estimated(**flags)
+    stats["tokens"] = torch.zeros(5)
+    with pytest.raises(BadInput, match=r"gives batch_stats/tokens of the shape \(5,\)"):
+        estimated(**flags)
+    stats |= {"tokens": data.make_batch(OUTPUTS).layout.mask > 0, "units": REWARDS, "batch": 0.5}
+    _, batch = estimated(**flags)
+    assert batch["batch_stats/tokens"].equal(MASK)
+    close(batch["batch_stats/units"], MASK * REWARDS[[0, 1, 1, 2, 3], None])
+    close(batch["batch_stats/batch"], MASK / 2)
+
+    names = ("advantages", "response_mask", "logprobs_rollout")
+    columns = dict.fromkeys(names, MASK) | {"batch_stats/units": batch["batch_stats/units"]}
+    scores = {"logprobs": -MASK, "entropy": MASK}
+    loss, _ = train.policy_objective(scores, columns, Args(**flags))
+    close(loss, batch["batch_stats/units"] - MASK)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_imitation_is_minus_log_pi_unless_the_objective_weighs_it(registries, asks):
+    """The last two of four tokens are demonstrated, the first is sampled."""
+
+    @losses.objective("weighs")
+    def weighs(logprobs, advantages, mask, demonstrated, step, num_steps, state):
+        assert torch.equal(mask, ~demonstrated & (logprobs != 0))
+        return torch.where(demonstrated, -step / num_steps * logprobs, state["weight"] * advantages)
+
+    logprobs = torch.tensor([[-1.0, math.nan, -2, -3]]).requires_grad_()
+    columns = {
+        "advantages": torch.tensor([[5.0, math.nan, 0, 0]]),
+        "response_mask": torch.tensor([[1.0, 0, 0, 0]]),
+        "imitation_mask": torch.tensor([[0.0, 0, 1, 1]]),
+        "logprobs_rollout": torch.zeros(1, 4),
+    }
+    # Weights of a correction, the entropy and the KL are not for imitation.
+    flags = {"rollout_correction": "tis", "entropy_coef": 0.5}
+    args = Args(policy_loss="weighs" if asks else "reinforce", num_steps=10, **flags)
+    scores = {"logprobs": logprobs, "entropy": torch.ones(1, 4)}
+    loss, _ = train.policy_objective(scores, columns, args, step=4, state={"weight": 2.0})
+    weight = math.exp(-1)
+    first, factor = (10.0, 0.4) if asks else (5.0, 1)
+    close(loss[:, [0, 2, 3]], torch.tensor([[first * weight - 0.5, 2 * factor, 3 * factor]]))
+    (gradient,) = torch.autograd.grad(loss[0, [0, 2, 3]].sum(), logprobs)
+    close(gradient, torch.tensor([[0 if asks else -5 * weight, 0, -factor, -factor]]))
 
 
 def test_remax_subtracts_the_greedy_reward_and_a_missing_one_teaches_nothing():
