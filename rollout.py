@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import set_seed
 
 import data
 from agent_loop import (
@@ -80,7 +81,7 @@ from flatrl.vllm_engine import (
 )
 
 MAX_CONCURRENT = 1024  # rollouts that run on one rank; many of them wait for tools
-REWARD_TIMEOUT = 300.0  # seconds for the reward of one rollout, which is dropped after that
+REWARD_TIMEOUT = 300.0  # seconds for a call of the task's reward or sampler
 
 
 # ---------------------------------------------------------------- the engine
@@ -1064,6 +1065,9 @@ class Pool:
         `wait_for_rewards`. The engine must be awake if the pool `needs_engine`. Raises Stopped,
         and NothingLeft if the batch has no sampled token."""
         self.step = step
+        # What user code draws from the global generators is this engine's and this step's own.
+        rank = dist.get_rank() // self.args.tp
+        set_seed(data.stable_hash(self.args.seed, self.kind, step, rank) % 2**32)
         self.first_of_batch = self.first_of_next_batch
         n_batches = min(1 + self.staleness, self.end_step - step)
         capacity = self.first_of_next_batch + n_batches * self.batch_size
@@ -1316,7 +1320,9 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
         # On the main thread: the background thread asks only for rows that are chosen already.
         while len(run.history) <= prompt:
             with refusing("the task's sampler failed", getattr(run.task, "__file__", "")):
-                row = sampler([[*entry] for entry in run.history])
+                history = [[*entry] for entry in run.history]
+                called = in_time("it", REWARD_TIMEOUT, call(sampler, history))
+                row = run.background.submit(called).result()
             need(
                 isinstance(row, int) and 0 <= row < len(rows),
                 f"the task's sampler returned {row!r:.80}: return an int from 0 to {len(rows) - 1}",

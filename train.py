@@ -43,7 +43,8 @@ from flatrl.devices import offload, start_processes, wrap
 from flatrl.log import Listener, Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean, means
 from flatrl.processes import (
-    Background, Stop, Stopped, all_gather, all_sum, on_main, raise_if_stopped, run_as_script)
+    Background, Stop, Stopped, all_gather, all_sum, check_ranks_agree, on_main, raise_if_stopped,
+    run_as_script)
 from flatrl.rows import hash_of_rows
 from flatrl.vision import Vision
 from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_model
@@ -947,6 +948,8 @@ def check_input(args: Args) -> tuple:
     }
     if args.evaluates:
         rows["val"] = data.load_rows(task, "val", args.val_files, *keys)
+    hashes = {f"{split} rows": hash_of_rows(rows[split], args.seed) for split in rows}
+    check_ranks_agree({f"--{name}": value for name, value in vars(args).items()} | hashes)
     if not args.num_steps or args.stop_at_reward is not None:
         need(rows["val"], "--num_steps 0 and --stop_at_reward need validation rows")
     if args.hints:

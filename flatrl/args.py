@@ -188,7 +188,7 @@ class Args(LoopArgs):
     max_gen_batches: int = preset(
         "dynamic sampling: groups with equal outcomes (if all are 0, with equal turn rewards) are "
         "replaced by fresh prompts, until this many times prompts_per_step are drawn; 1: off",
-        low=1)
+        low=1, high=100)
 
     # Critic
     critic_warmup: int = flag(0, "first steps, in which only the critic learns")

@@ -82,6 +82,19 @@ def on_main(function: Callable, *args):
     return value
 
 
+def check_ranks_agree(values: dict):
+    """Raises BadInput, on all ranks, if a rank's values, by name, are not those of rank 0."""
+    first, *others = all_gather(values)
+    for rank, other in enumerate(others, 1):
+        different = [name for name in first if other[name] != first[name]]
+        need(
+            not different,
+            f"rank {rank} differs from rank 0 in {', '.join(different)}: all ranks need the same "
+            "flags, and the same rows in the same order, so load() may not depend on the order of "
+            "a set, or on a shuffle without a seed",
+        )
+
+
 def ranks_of_host() -> int:
     """Returns the number of ranks on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

@@ -8,6 +8,7 @@ import random
 import string
 import types
 
+import numpy as np
 import pytest
 import torch
 from conftest import generate, make_run, output_of
@@ -283,3 +284,19 @@ def test_a_reward_that_returns_no_number_ends_the_run(play):
     """Without these rollouts the mean would be that of the right answers alone."""
     with pytest.raises(BadReward, match="for the row with index 1: return a number"):
         play(lambda output, row: None if row["index"] else 1.0, make_rows("x", "x"))
+
+
+def test_user_code_draws_numbers_of_its_step_and_rank(play, monkeypatch):
+    def drawn(step: int, rank: int = 0) -> tuple:
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: rank)
+        return play(reward, make_rows("x"), step=step, version=step).outputs[0].reward["drawn"]
+
+    def reward(output, row):
+        return {"score": 0.0, "drawn": (random.random(), np.random.rand(), torch.rand(()).item())}
+
+    first = drawn(2)
+    others = [drawn(3), drawn(2, rank=1)]
+    random.seed(9)  # as the start of another process leaves it
+    assert drawn(2) == first
+    for other in others:
+        assert all(a != b for a, b in zip(first, other))
