@@ -51,6 +51,7 @@ from flatrl.chat_template import (  # noqa: F401
     function_call,
     render,
     split_reasoning,
+    visible_text,
     with_template_variables,
 )
 from flatrl.compact import Numbers, compact
@@ -614,8 +615,8 @@ class AgentLoopBase:
     def _read_turn(self, before, ids):
         """Returns (message, text) for the ids of an assistant turn without its stop token.
 
-        Content and reasoning_content (if any) have no special tokens. text is the turn without
-        its reasoning, with special tokens, because tool calls may need them."""
+        Content and reasoning_content (if any) are a `visible_text`. text is the turn without its
+        reasoning, with all special tokens, because tool calls may need them."""
         decode = self.tokenizer.decode
         # before: the last tokens before the turn. Some templates end them with the start tag.
         opened = decode(before).rstrip().endswith(self.args.think_tags.split()[0])
@@ -624,15 +625,15 @@ class AgentLoopBase:
         if self.tokenizer.chat_template:
             reasoning, text = self.chat_template().read(whole, opened)
 
-        def without_special_tokens(part):
+        def visible(part):
             part_ids = ids
             if part != whole:
                 part_ids = self.tokenizer.encode(part, add_special_tokens=False)
-            return decode(part_ids, skip_special_tokens=True)
+            return visible_text(self.tokenizer, part_ids)
 
-        message = {"role": "assistant", "content": without_special_tokens(text)}
+        message = {"role": "assistant", "content": visible(text)}
         if reasoning is not None:
-            message["reasoning_content"] = without_special_tokens(reasoning)
+            message["reasoning_content"] = visible(reasoning)
         return message, text
 
     def stop_token_ids(self, sampling_params: dict) -> set[int]:

@@ -51,6 +51,7 @@ from agent_loop import (
     checked_number,
     expand,
     in_time,
+    visible_text,
 )
 from flatrl.bad_input import BadReward, NothingLeft, RunFailed, check_ids, need, reason, refusing
 from flatrl.compact import compact
@@ -750,7 +751,7 @@ def complete_output(output: AgentLoopOutput, segment: int, tokenizer, member: Me
     if member.is_greedy:
         output.extra["greedy"] = True
     if not output.text:
-        output.text = tokenizer.decode(output.response_ids, skip_special_tokens=True)
+        output.text = visible_text(tokenizer, output.response_ids, output.response_mask)
     if not output.messages:
         output.messages = [*row["prompt"], {"role": "assistant", "content": output.text}]
 

@@ -1,16 +1,14 @@
 """What a model's chat template does: a chat as ids, and what new messages add to it.
 
-The template is never read, only used. Made-up chats show what it does. Each of their texts is a
-word of its own, so a word that is missing was left out, and what follows the last word ends the
-turn. `ChatTemplate.suffix` does the same with a real chat: words stand in for what the policy
-said, because the policy's own tokens are in the sequence already."""
+The template is never read, only used. Each text that the assistant said, or that a made-up chat
+says, is replaced by a word of its own. So a word that is missing was left out, and what follows
+the last word ends the turn. `ChatTemplate.suffix` is what happens between two turns."""
 
 import copy
 import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from itertools import chain
 from os.path import commonprefix
 
@@ -29,17 +27,19 @@ class Texts:
     """Turns texts into ids so that no text from outside becomes a control token.
 
     Control tokens are the special tokens and markup such as <tool_call>: added tokens that begin
-    with punctuation, have a letter and no space."""
+    with punctuation, have a letter and no space. `special` and `controls` are {id: token}."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.controls = {}  # id -> token
+        self.special = {}
+        self.controls = {}
         for number, token in tokenizer.added_tokens_decoder.items():
+            if token.special:
+                self.special[number] = token.content
             if token.special or re.fullmatch(r"[^\w\s]\S*\w\S*", token.content):
-                self.controls[number] = token
-        tokens = self.controls.values()
-        self.control = _start_of_any(token.content for token in tokens)
-        self.special = _start_of_any(token.content for token in tokens if token.special)
+                self.controls[number] = token.content
+        self.special_starts = _start_of_any(self.special.values())
+        self.control_starts = _start_of_any(self.controls.values())
 
     def plain(self, value, role: str = "user"):
         """Returns a message or a list of tools in which no text becomes a control token.
@@ -47,8 +47,9 @@ class Texts:
         A tool that says "so<|im_end|>" must not end its message. So a break is put wherever a
         control token begins. Messages of the assistant and the system keep their markup: the
         policy samples it, and system prompts show it in examples."""
-        control = self.special if role in ("assistant", "system") else self.control
-        return _edited(value, lambda text: control.sub(TOKEN_BREAK, clean(text)))
+        is_ours = role in ("assistant", "system")
+        starts = self.special_starts if is_ours else self.control_starts
+        return _edited(value, lambda text: starts.sub(TOKEN_BREAK, clean(text)))
 
     def ids(self, text: str, begins: bool = True) -> list[int]:
         """Returns the ids of a text. No token spans a break, or is a control token after one.
@@ -73,8 +74,7 @@ class Texts:
 
     def special_ids(self, text: str) -> list[int]:
         """Returns the ids of the special tokens in a text."""
-        tokens = [match[1] for match in self.special.finditer(text)]
-        return self.tokenizer.convert_tokens_to_ids(tokens)
+        return self.tokenizer.convert_tokens_to_ids(self.special_starts.findall(text))
 
 
 def _start_of_any(texts):
@@ -100,63 +100,23 @@ def _edited(value, edit):
     return value
 
 
-# ---------------------------------------------------------------- made-up chats
+# ---------------------------------------------------------------- words in place of texts
 
-MARK = "Probe"  # begins each word of a made-up chat
+MARK = "Probe"  # begins each word
+WORD = re.compile(MARK + r"\d{7}")
 PROMPT_TAIL = 64  # tokens at the end of a prompt, in which it may open a thought
 
 
-def call_id(turn: int, number: int) -> str:
-    """Returns the id of a tool call: nine characters, as Mistral's template requires.
-
-    turn: the number of the assistant's turn. number: that of the call within the turn."""
-    return f"{turn:06d}{number:03d}"
-
-
-def function_call(call_id: str, name: str, arguments: dict) -> dict:
-    """Returns a tool call for an assistant's message, in the form that chat templates read."""
-    function = {"name": name, "arguments": arguments}
-    return {"type": "function", "id": call_id, "function": function}
-
-
-def _calls(turn, n=1, **said):
-    """Returns a made-up turn with n calls."""
-    calls = [function_call(call_id(turn, i), "probe", {"text": "?"}) for i in range(n)]
-    return {"role": "assistant", "content": "", **said, "tool_calls": calls}
-
-
-def _results(turn, n=1):
-    """Returns the messages with the results of these calls."""
-    result = {"role": "tool", "name": "probe", "content": "?"}
-    return [result | {"tool_call_id": call_id(turn, i)} for i in range(n)]
-
-
-SYSTEM, USER, ANSWER = ({"role": role, "content": "?"} for role in ("system", "user", "assistant"))
-HELLO = {"role": "user", "content": "hello"}
-THOUGHT = ANSWER | {"reasoning_content": "?"}
-IN_TEXT = "an answer to a call in the text"
-ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's API
-# A round is a turn of the assistant with what answers it. Each is a function of its number.
-ROUNDS = {
-    "a user's answer": lambda n: [ANSWER, USER],
-    "reasoning": lambda n: [THOUGHT, USER],
-    "a tool's answer": lambda n: [_calls(n), *_results(n)],
-    "reasoning before a call": lambda n: [_calls(n, reasoning_content="?"), *_results(n)],
-    "text before a call": lambda n: [_calls(n, content="?"), *_results(n)],
-    "two calls in a turn": lambda n: [_calls(n, 2), *_results(n, 2)],
-    IN_TEXT: lambda n: [ANSWER, *_results(n)],
-}
-
-
 def _worded(message, number):
-    """Returns (the message with a word in place of each of its texts, these words).
+    """Returns a message with a word in place of each of its texts.
 
-    number: that of the message in its chat, so that no two words are equal."""
-    words = []
+    number: that of the message in its chat. A word consists of MARK, this number and a count."""
+    n_words = 0
 
     def word():
-        words.append(f"{MARK}{number:04d}{len(words):03d}")
-        return words[-1]
+        nonlocal n_words
+        n_words += 1
+        return f"{MARK}{number:04d}{n_words:03d}"
 
     message = dict(message)
     for key in ("reasoning_content", "content"):
@@ -171,18 +131,23 @@ def _worded(message, number):
             function = call["function"] | {"arguments": {"text": word()}}
             calls.append(call | {"function": function})
         message["tool_calls"] = calls
-    return message, words
+    return message
 
 
 def _made_up(messages):
-    """Returns messages with a word in place of each text, and {word: the role of its message}."""
-    chat = []
-    roles = {}
-    for number, message in enumerate(messages):
-        message, words = _worded(message, number)
-        chat.append(message)
-        roles |= dict.fromkeys(words, message["role"])
-    return chat, roles
+    """Returns messages with a word in place of each text."""
+    return [_worded(message, number) for number, message in enumerate(messages)]
+
+
+def _split(text, words):
+    """Returns a text up to the last of the words in it, and the rest.
+
+    Raises RewritesHistory unless all words are in the text."""
+    places = [text.rfind(word) for word in words]
+    if -1 in places:
+        raise RewritesHistory("the chat template leaves out what the assistant said")
+    end = max(places) + len(words[0])  # all have the same length
+    return text[:end], text[end:]
 
 
 class Recent:
@@ -200,45 +165,71 @@ class Recent:
     def of(self, messages: list[dict]) -> list[dict]:
         """Returns the recent part of a chat, which must continue that of the last call."""
         for message in messages[self.n_seen :]:
-            if message["role"] == "assistant":
-                if self.latest:
-                    kind = tuple(map(_kind, self.latest))
-                    self.rounds.pop(kind, None)  # so that the rounds stay in order
-                    self.rounds[kind] = self.latest
-                self.latest = [message]
-            else:
+            if message["role"] != "assistant":
                 (self.latest or self.start).append(message)
+                continue
+            if self.latest:
+                kind = tuple(map(_kind, self.latest))
+                self.rounds.pop(kind, None)  # so that the rounds stay in order
+                self.rounds[kind] = self.latest
+            self.latest = [message]
         self.n_seen = len(messages)
         return [*self.start, *chain(*self.rounds.values()), *self.latest]
 
 
 def _kind(message):
     """Returns what a template can tell from a message without reading its words."""
-    blank = []
-    for text in (message.get("content"), message.get("reasoning_content")):
-        blank.append(not text or (isinstance(text, str) and text.isspace()))
-    return message["role"], *blank, len(message.get("tool_calls") or ())
+    said = message.get("content"), message.get("reasoning_content")
+    has_text = [bool(str(text or "").strip()) for text in said]
+    return message["role"], *has_text, len(message.get("tool_calls") or ())
 
 
-def _split(text, words):
-    """Returns a text up to the last of the words in it, and the rest.
-
-    Raises RewritesHistory unless all words are in the text."""
-    places = [text.rfind(word) for word in words]
-    if -1 in places:
-        raise RewritesHistory("the chat template leaves out what the assistant said")
-    end = max(places) + len(words[0])  # all have the same length
-    return text[:end], text[end:]
+# ---------------------------------------------------------------- made-up chats
 
 
-def _difference(prompt, history):
-    """Returns two texts: the end of a prompt that a history lacks, and what that has in its place.
+def call_id(turn: int, number: int) -> str:
+    """Returns the id of a tool call: nine characters, as Mistral's template requires.
 
-    R1's prompt "U: 2+2 A: <think>" and its history "U: 2+2 A: 4<EOS>" give "<think>", "4<EOS>"."""
-    n = len(commonprefix([prompt, history]))
-    if n < len(prompt):
-        n = len(re.sub(r"[<[][^]<>[\s]*$", "", prompt[:n]))  # without the start of a token: "<thi"
-    return prompt[n:], history[n:]
+    turn: the number of the assistant's turn. number: that of the call within the turn."""
+    return f"{turn:06d}{number:03d}"
+
+
+def function_call(call_id: str, name: str, arguments: dict) -> dict:
+    """Returns a tool call for an assistant's message, in the form that chat templates read."""
+    function = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": call_id, "function": function}
+
+
+def _called(turn, n_calls=1, **said):
+    """Returns a turn with calls, and the messages with their results."""
+    calls = []
+    results = []
+    for number in range(n_calls):
+        made_id = call_id(turn, number)
+        calls.append(function_call(made_id, "probe", {"text": "?"}))
+        result = {"role": "tool", "name": "probe", "content": "?", "tool_call_id": made_id}
+        results.append(result)
+    return [{"role": "assistant", "content": "", **said, "tool_calls": calls}, *results]
+
+
+SYSTEM, USER, ANSWER = ({"role": role, "content": "?"} for role in ("system", "user", "assistant"))
+CALLS, RESULT = _called(1)
+THOUGHTS = [turn | {"reasoning_content": "?"} for turn in (ANSWER, CALLS)]
+TOLD = "a tool's answer"
+IN_TEXT = "an answer to a call in the text"
+TWO_CALLS = "two calls in a turn"
+REPLY = "a user's answer"
+# A round is a turn of the assistant with what answers it. Each is a function of its number.
+ROUNDS = {
+    REPLY: lambda n: [ANSWER, USER],
+    "reasoning": lambda n: [THOUGHTS[0], USER],
+    TOLD: _called,
+    "reasoning before a call": functools.partial(_called, reasoning_content="?"),
+    "text before a call": functools.partial(_called, content="?"),
+    TWO_CALLS: functools.partial(_called, n_calls=2),
+    IN_TEXT: lambda n: [ANSWER, *_called(n)[1:]],
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's API
 
 
 # ---------------------------------------------------------------- the template
@@ -262,21 +253,18 @@ class ChatTemplate:
         start, end = map(re.escape, (self.think_start, self.think_end))
         self.empty_thought = re.compile(rf"{start}\s*{end}\s*")
         self._remembered_ids = functools.lru_cache(maxsize=64)(self.texts.ids)
-        # `problem` reads these two attributes, so they have a value before the right one is found.
+        # What `problem` reads has a value before the right one is found.
         # A template for chats with tools alone (Hermes-2-Pro) raises without a list: [] will do.
         self.no_tools = None
-        self.no_tools = [] if self.problem([USER]) else None
-        # Whether the template knows reasoning beside a call (True) or not (False).
-        self.shows_reasoning = {False: True, True: True}
-        self.shows_reasoning = {
-            False: not self.problem([USER, THOUGHT]),
-            True: not self.problem([USER, _calls(1, reasoning_content="?")]),
-        }
-        self.stops = {*stops}
-        self.answer_end = self._end(ANSWER, USER)
-        self.stops |= {self.answer_end} - {None}
-        self.call_end = self._end(_calls(1), *_results(1))
-        self.stops |= {self.call_end} - {None}
+        if self.problem([USER]):
+            self.no_tools = []
+        # Whether a turn with calls (True) and one without (False) can't have reasoning_content.
+        self.hides_reasoning = set()
+        hides = {"tool_calls" in turn for turn in THOUGHTS if self.problem([USER, turn])}
+        self.hides_reasoning = hides
+        self.answer_end = self._end(ANSWER, USER, set())
+        self.call_end = self._end(CALLS, RESULT, {*stops, self.answer_end})
+        self.stops = {*stops, self.answer_end, self.call_end} - {None}
 
     # -- a whole chat
 
@@ -289,12 +277,11 @@ class ChatTemplate:
             message = dict(message)
             reasoning = message.pop("reasoning_content", None)
             if reasoning is not None:
-                if self.shows_reasoning["tool_calls" in message]:
-                    message["reasoning_content"] = reasoning
-                    message["thinking"] = reasoning  # its name in gpt-oss
-                else:
+                if ("tool_calls" in message) in self.hides_reasoning:
                     thought = f"{self.think_start}{reasoning}{self.think_end}"
                     message["content"] = thought + (message.get("content") or "")
+                else:  # "thinking" in gpt-oss
+                    message |= {"reasoning_content": reasoning, "thinking": reasoning}
             chat.append(message)
         return self.tokenizer.apply_chat_template(
             chat,
@@ -311,11 +298,13 @@ class ChatTemplate:
         An empty chat has no ids: an Interaction must then speak first."""
         if not messages:
             return []
-        if trusted is not None:
-            plain = self.texts.plain
-            messages = [m if m in trusted else plain(m, m["role"]) for m in messages]
+        chat = []
+        for message in messages:
+            if trusted is not None and message not in trusted:
+                message = self.texts.plain(message, message["role"])
+            chat.append(message)
         # Rollouts of a group begin with the same prompt.
-        return list(self._remembered_ids(self.text(messages, self.texts.plain(tools), True)))
+        return list(self._remembered_ids(self.text(chat, self.texts.plain(tools), True)))
 
     # -- the suffix of a turn
 
@@ -357,18 +346,17 @@ class ChatTemplate:
         The template gets words in place of what the assistant said. They show where the turn ends,
         and whether the template leaves some out."""
         *earlier, turn = history
-        said = turn.get("content") or ""
         if not turn.get("tool_calls"):
             turn = turn | {"content": "?"}  # becomes a word, even if the answer is empty
         elif self.hides_text_beside_calls:
             turn = turn | {"content": ""}
         chat = []
-        for number, message in enumerate(earlier):
+        for number, message in enumerate([*earlier, turn]):
             is_said = message["role"] == "assistant"
-            chat.append(_worded(message, number)[0] if is_said else message)
-        turn, words = _worded(turn, len(chat))
-        head, tail = _split(self.text([*chat, turn], tools), words)
-        new_head, new_tail = _split(self.text([*chat, turn, *new], tools, True), words)
+            chat.append(_worded(message, number) if is_said else message)
+        words = WORD.findall(str(chat[-1]))
+        head, tail = _split(self.text(chat, tools), words)
+        new_head, new_tail = _split(self.text([*chat, *new], tools, True), words)
         # Qwen3 writes an empty thought into the last turn alone.
         if self.empty_thought.sub("", head) != self.empty_thought.sub("", new_head):
             raise RewritesHistory("the chat template changes an earlier message")
@@ -381,11 +369,8 @@ class ChatTemplate:
             if not found or not tail.strip().startswith(syntax.strip()):
                 raise RewritesHistory("the chat template ends this turn in another way")
             return rest
-        added = new_tail
-        if found and tail.startswith(syntax):  # the policy wrote the syntax, but no stop token
-            added = found + rest
-        space = said[len(said.rstrip()) :]  # which the policy wrote, and the template trims
-        return added.removeprefix(space)
+        # The policy wrote the syntax, but no stop token.
+        return found + rest if found and tail.startswith(syntax) else new_tail
 
     @functools.cached_property
     def looks_far_back(self) -> bool:
@@ -400,7 +385,7 @@ class ChatTemplate:
         for last in kinds:
             for makes in ([last] * 3, [*kinds * 4, last]):
                 rounds = [make(n) for n, make in enumerate(makes, 1)]
-                chat, _ = _made_up([USER, *chain(*rounds)])
+                chat = _made_up([USER, *chain(*rounds)])
                 n_new = len(rounds[-1]) - 1
                 history, new = chat[:-n_new], chat[-n_new:]
                 whole = self._outcome(history, new)
@@ -417,71 +402,31 @@ class ChatTemplate:
         except Exception:  # templates raise whatever they like
             return None
 
-    def _end(self, turn, *reply):
+    def _end(self, turn, reply, known):
         """Returns the id of the token that ends a made-up turn, or None.
 
         It is the first special token after the turn or, without one, that with which the next
         message begins (GLM). Calls may have special tokens of their own. So a turn with calls ends
-        at a known stop token, or else at the first one that is not between two calls."""
-        chat, _ = _made_up([USER, turn, *reply])
-        _, words = _worded(turn, 1)
-        try:
-            alone = _split(self.text(chat[:2]), words)[1]
-            answered = _split(self.text(chat), words)[1]
-        except Exception:  # templates raise whatever they like
-            return None
-        found = self.texts.special_ids(alone + answered.partition(MARK)[0])
-        if turn.get("tool_calls"):
-            inner = []
-            with suppress(Exception):  # templates raise whatever they like
-                two, _ = _made_up([USER, _calls(1, 2)])
-                _, _, between, _ = re.split(rf"{MARK}\d+", self.text(two))
-                inner = self.texts.special_ids(between)
-            known = [token for token in found if token in self.stops]
-            found = known or [token for token in found if token not in inner]
-        return found[0] if found else None
+        at a known token, or else at the first one that is not between two calls."""
+        after = [*self._pieces(USER, turn)[2:], *self._pieces(USER, turn, reply)[2:3]]
+        found = self.texts.special_ids("".join(after))
+        between = []
+        if turn is CALLS:
+            between = self._pieces(USER, _called(1, 2)[0])[2:3]
+        inner = self.texts.special_ids("".join(between))
+        ends = [token for token in found if token in known]
+        ends += [token for token in found if token not in inner]
+        return ends[0] if ends else None
+
+    def _pieces(self, *messages):
+        """Returns a made-up chat as written, split at its words; [] if the template refuses it."""
+        return [] if self.problem(messages) else WORD.split(self.text(_made_up(messages)))
 
     def _token(self, number):
         """Returns the text of a token, "" for None."""
         return "" if number is None else self.tokenizer.decode([number])
 
-    @functools.cached_property
-    def frames(self) -> list[str]:
-        """Four texts that the template writes within a turn, each "" where there is none.
-
-        They stand before a thought, from there to an answer, before an answer without a thought,
-        and from an answer to the end of the turn. Those of gpt-oss begin "<|channel|>analysis",
-        "<|end|><|start|>assistant<|channel|>final" and "<|channel|>final"."""
-        thinking = THOUGHT
-        if self.shows_reasoning[True] and not self.shows_reasoning[False]:  # Gemma 4
-            thinking = _calls(1, reasoning_content="?")
-        frames = []
-        for turn in (thinking, ANSWER):
-            chat, roles = _made_up([USER, turn])
-            pieces = ["", ""]
-            with suppress(Exception):  # templates raise whatever they like
-                prompt = self.text(chat[:1], add_generation_prompt=True)
-                _, written = _difference(prompt, self.text(chat))
-                found = re.split(rf"{MARK}\d+", written)
-                if len(found) == len(roles):  # the words of the turn, and one piece more
-                    pieces = found[:2]
-            frames += pieces
-        frames[3] = frames[3].partition(self._token(self.answer_end) or MARK)[0]
-        if thinking is not THOUGHT:  # a call follows the end of the thought
-            for end in self.texts.special_ids(frames[1])[:1]:
-                before, end, _ = frames[1].partition(self._token(end))
-                frames[1] = before + end
-        return frames
-
-    @functools.cached_property
-    def channel(self) -> list[str] | None:
-        """The special tokens that begin and end a thought in a channel of the template, or None."""
-        thought, after, *_ = self.frames
-        begin = self.texts.special_ids(thought)
-        end = self.texts.special_ids(after)
-        if not (begin and end) or self.think_end in after:
-            return None
-        return [self._token(begin[0]), self._token(end[0])]
+    # -- what the policy said
 
     def read(self, text: str, opened: bool) -> tuple[str | None, str]:
         """Splits a sampled turn, without its stop token, into (reasoning, the rest).
@@ -491,11 +436,10 @@ class ChatTemplate:
         frame that the template puts around it.
 
         text: with special tokens. opened: whether the prompt opened the thought."""
-        thought, after, before, end = self.frames
+        thought, after, before = self.frames
         if self.channel:
-            close = self.channel[1]
-            again = after.partition(close)[2].removesuffix(before)  # "<|start|>assistant"
-            pattern = rf"{re.escape(thought.strip())}(.*?)(?:{re.escape(close + again)}|$)"
+            closing = after.removesuffix(before).strip()  # with gpt-oss's "<|start|>assistant"
+            pattern = rf"{re.escape(thought.strip())}(.*?)(?:{re.escape(closing)}|$)"
             thoughts = re.findall(pattern, text, re.DOTALL)
             reasoning = "\n".join(map(str.strip, thoughts)) if thoughts else None
             text = re.sub(pattern, "", text, flags=re.DOTALL)
@@ -505,7 +449,42 @@ class ChatTemplate:
                 text = text.removeprefix(after.partition(self.think_end)[2])
         if before.strip() and before.strip() in text:
             text = text.rpartition(before.strip())[2]
-        return reasoning, text.removesuffix(end)
+        return reasoning, text
+
+    @functools.cached_property
+    def channel(self) -> str:
+        """The special token that begins a thought in a channel of the template, or ""."""
+        thought, after, *_ = self.frames
+        begin = self.texts.special_starts.findall(thought)
+        has_end = self.texts.special_ids(after) and self.think_end not in after
+        return begin[0] if begin and has_end else ""
+
+    @functools.cached_property
+    def frames(self) -> list[str]:
+        """Three texts that the template writes within a turn, each "" where there is none.
+
+        They stand before a thought, from there to an answer, and before an answer without a
+        thought. Those of gpt-oss begin "<|channel|>analysis",
+        "<|end|><|start|>assistant<|channel|>final" and "<|channel|>final"."""
+        asked = WORD.split(self.text(_made_up([USER]), add_generation_prompt=True))[-1]
+        nothing = ["", asked, ""]
+        beside_calls = self.hides_reasoning == {False}  # Gemma 4
+        _, thought, after, *_ = self._pieces(USER, THOUGHTS[beside_calls]) or nothing
+        _, before, *_ = self._pieces(USER, ANSWER) or nothing
+        if beside_calls:  # a call follows the end of the thought
+            for token in self.texts.special_starts.findall(after)[:1]:
+                after = after.partition(token)[0] + token
+        return [_difference(asked, thought)[1], after, _difference(asked, before)[1]]
+
+    @functools.cached_property
+    def frame_ids(self) -> set[int]:
+        """The special tokens with which the template or the tokenizer frames what is said."""
+        written = [self._pieces(USER, *make(1), ANSWER, USER)[1:] for make in ROUNDS.values()]
+        ids = self.texts.special_ids("".join(chain(*written)))
+        roles = self.tokenizer.special_tokens_map.values()  # EOS, padding
+        return {*self.stops, *ids, *self.tokenizer.convert_tokens_to_ids([*roles])}
+
+    # -- a given turn
 
     def turn_ids(self, turn: dict, prompt_ids: Sequence[int] = (), number: int = 1) -> list[int]:
         """Returns the ids of an assistant's turn, including the stop token that ends it.
@@ -520,20 +499,19 @@ class ChatTemplate:
         Raises ValueError if the policy could not sample the turn: if it is empty, if the template
         does not show its calls, or if a stop token occurs inside it."""
         turn = {"content": ""} | turn
-        calls = [call["function"] for call in turn.get("tool_calls", ())]
+        calls = []
+        for i, call in enumerate(turn.get("tool_calls", ())):
+            calls.append({"type": "function"} | call | {"id": call_id(number, i)})
         if calls:
-            turn["tool_calls"] = [
-                function_call(call_id(number, i), call["name"], call["arguments"])
-                for i, call in enumerate(calls)
-            ]
+            turn["tool_calls"] = calls
         stop = self.call_end if calls else self.answer_end
         if stop is None:
             stop = self.tokenizer.eos_token_id
-        prompt = self.text([HELLO], add_generation_prompt=True)
-        _, written = _difference(prompt, self.text([HELLO, turn]))
+        prompt = self.text([USER], add_generation_prompt=True)
+        _, written = _difference(prompt, self.text([USER, turn]))
         written = written.partition(self._token(stop))[0]
         before = self.tokenizer.decode(prompt_ids[-PROMPT_TAIL:]) or prompt
-        written = self._with_thought(written, turn, before)
+        written = self._with_thought(written, turn, before.rstrip())
         # After the prompt, because some tokenizers put a space before words in other places.
         start = self.texts.ids(prompt)
         ids = self.texts.ids(prompt + written)
@@ -541,7 +519,7 @@ class ChatTemplate:
             ids = ids[len(start) :]
         else:
             ids = self.texts.ids(written, begins=False)
-        shows_calls = all(call["name"] in written for call in calls)
+        shows_calls = all(call["function"]["name"] in written for call in calls)
         says_stop = any(self._token(each) in str(turn) for each in self.stops)
         if not ids or not shows_calls or says_stop or not self.stops.isdisjoint(ids):
             raise ValueError(f"the policy could not say this turn of a demonstration: {turn}")
@@ -549,11 +527,11 @@ class ChatTemplate:
 
     def _with_thought(self, written, turn, before):
         """Returns a written turn with what the template left out of it. before: its prompt."""
-        opened = before.rstrip().endswith(self.think_start)  # not so R1's after a tool's answer
+        opened = before.endswith(self.think_start)  # not so R1's after a tool's answer
         if not turn.get("tool_calls") and turn["content"].strip() not in written:
             written = turn["content"]
         for tag in (self.think_start, self.think_end):
-            if before.rstrip().endswith(tag):
+            if before.endswith(tag):
                 written = written.removeprefix(tag)
         thought = turn.get("reasoning_content", "")
         if self.think_end in written or (thought.strip() in written and not opened):
@@ -566,14 +544,14 @@ class ChatTemplate:
 
     def problem(self, messages: list[dict], tools=None, history: Sequence[dict] = ()) -> str:
         """Returns why the template does not write made-up messages after a history, or ""."""
-        chat, roles = _made_up(messages)
+        chat = _made_up(messages)
         try:
             text = self.text([*history, *chat], tools)
         except Exception as error:  # templates raise whatever they like
             return f"it raises {error!r:.200}"
-        for word, role in roles.items():
-            if word not in text:
-                return f"it leaves out what a message of role {role!r} says"
+        for message in chat:
+            if not all(word in text for word in WORD.findall(str(message))):
+                return f"it leaves out what a message of role {message['role']!r} says"
         return ""
 
     def accepts(self, name: str) -> bool:
@@ -583,66 +561,61 @@ class ChatTemplate:
     @functools.cached_property
     def shows_calls(self) -> bool:
         """Whether the template shows tool_calls. If not, calls stay in the text."""
-        return not self.problem([USER, _calls(1)])
+        return not self.problem([USER, CALLS])
 
     @functools.cached_property
     def hides_text_beside_calls(self) -> bool:
         """Whether the template shows calls, but no text beside them."""
-        return self.shows_calls and bool(self.problem([USER, _calls(1, content="?")]))
+        return self.shows_calls and bool(self.problem([USER, CALLS | {"content": "?"}]))
 
     def check(self, prompt: list[dict], tools: list[dict], has_user: bool) -> list[str]:
         """Checks a task's chats: a prompt, calls of tools, replies of a simulated user.
 
         Returns warnings. Raises BadInput if the template does not accept them."""
         self.check_prompt(prompt, tools)
-        rounds = {}
-        if tools:
-            name = "a tool's answer"
-            rounds[name] = ROUNDS[name if self.shows_calls else IN_TEXT](1)
-        if has_user:
-            name = "a user's answer"
-            rounds[name] = ROUNDS[name](1)
-        warnings = []
-        for name, messages in rounds.items():
-            # The prompt may end with a message that the round can't follow.
-            problem = self.problem([USER, *messages, ANSWER, USER])
-            problem = problem or self.problem(messages, tools, prompt)
-            if problem:
-                raise BadInput(
-                    f"the model's chat template does not take {name}: {problem}. Choose another "
-                    "model, or change the template (chat_template.jinja in the model's folder)"
-                )
-            chat, _ = _made_up([USER, *messages])
-            stop = self.call_end if "tool_calls" in chat[1] else self.answer_end
-            if self._outcome(chat[:2], chat[2:], stop, tools) is RewritesHistory:
-                warnings.append(f"rewrites the history at {name}, which begins a new sequence")
-        if tools and self.hides_text_beside_calls:
-            warnings.append("hides a text beside a call: the rollout keeps it")
-        if tools and self.shows_calls and not self.accepts("two calls in a turn"):
-            warnings.append(
-                """takes one tool call in a turn: give --agent_args '{"max_parallel_calls": 1}'"""
-            )
-        warnings += self._warnings_about(prompt, tools)
+        warnings = self._warnings(prompt, tools, has_user)
         return [f"the chat template {warning}" for warning in warnings]
 
-    def _warnings_about(self, prompt, tools):
-        """Yields warnings: tools that are ignored, a date, a message that is written again."""
-        written = self.text(prompt, tools, True)
-        if tools and written == self.text(prompt, None, True):
-            yield "ignores tools: the policy does not see any. Describe them in the prompt"
-        if "strftime_now" not in getattr(self.tokenizer.apply_chat_template, "keywords", {}):
-            dated = self.text(prompt, tools, True, strftime_now=lambda form: MARK)
-            if MARK in dated:
+    def _warnings(self, prompt, tools, has_user):
+        if tools:
+            messages = ROUNDS[TOLD if self.shows_calls else IN_TEXT](1)
+            yield from self._warnings_about(TOLD, messages, prompt, tools)
+            if self.hides_text_beside_calls:
+                yield "hides a text beside a call: the rollout keeps it"
+            if self.shows_calls and not self.accepts(TWO_CALLS):
                 yield (
-                    "writes today's date. So that runs can be repeated, fix it: "
-                    """--chat_template_args '{"strftime_now": "26 Jul 2024"}'"""
+                    "takes one tool call in a turn: give "
+                    """--agent_args '{"max_parallel_calls": 1}'"""
                 )
-        start = [SYSTEM] if prompt[0]["role"] == "system" else []
-        chat, roles = _made_up([*start, USER, ANSWER, USER])
-        added = str(self._outcome(chat[:-1], chat[-1:], None, tools))
-        for word, role in roles.items():
-            if word in added and word not in str(chat[-1]):
-                yield f"writes a message of role {role!r} again at each user's turn"
+            if self.text(prompt, tools) == self.text(prompt):
+                yield "ignores tools: the policy does not see any. Describe them in the prompt"
+        if has_user:
+            yield from self._warnings_about(REPLY, ROUNDS[REPLY](1), prompt, tools)
+        is_fixed = "strftime_now" in getattr(self.tokenizer.apply_chat_template, "keywords", {})
+        if not is_fixed and MARK in self.text(prompt, tools, strftime_now=lambda form: MARK):
+            yield (
+                "writes today's date. So that runs can be repeated, fix it: "
+                """--chat_template_args '{"strftime_now": "26 Jul 2024"}'"""
+            )
+
+    def _warnings_about(self, name, messages, prompt, tools):
+        """Yields warnings about a round. Raises BadInput if it can't follow the prompt."""
+        problem = self.problem([*messages, ANSWER, USER], tools, prompt)
+        if problem:
+            raise BadInput(
+                f"the model's chat template does not take {name}: {problem}. Choose another "
+                "model, or change the template (chat_template.jinja in the model's folder)"
+            )
+        start = [SYSTEM, USER] if prompt[0]["role"] == "system" else [USER]
+        chat = _made_up([*start, *messages])
+        n_before = len(start) + 1
+        stop = self.call_end if "tool_calls" in messages[0] else self.answer_end
+        added = self._outcome(chat[:n_before], chat[n_before:], stop, tools)
+        if added is RewritesHistory:
+            yield f"rewrites the history at {name}, which begins a new sequence"
+        for message in chat[:n_before]:
+            if any(word in str(added) for word in WORD.findall(str(message))):
+                yield f"writes a message of role {message['role']!r} again at {name}"
 
     def check_prompt(self, prompt: list[dict], tools: list[dict] | None = None):
         """Raises BadInput if the template does not show what each message of a prompt says.
@@ -662,6 +635,16 @@ class ChatTemplate:
             problem = problem or "it ends the assistant's last message, which can't be continued"
         if problem:
             raise BadInput(f"the model's chat template does not take this prompt: {problem}")
+
+
+def _difference(prompt, history):
+    """Returns two texts: the end of a prompt that a history lacks, and what that has in its place.
+
+    R1's prompt "U: 2+2 A: <think>" and its history "U: 2+2 A: 4<EOS>" give "<think>", "4<EOS>"."""
+    n = len(commonprefix([prompt, history]))
+    if n < len(prompt):
+        n = len(re.sub(r"[<[][^]<>[\s]*$", "", prompt[:n]))  # without the start of a token: "<thi"
+    return prompt[n:], history[n:]
 
 
 def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str | None, str]:
@@ -686,6 +669,9 @@ def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str 
     return re.sub(start_tag, "", before + unfinished), rest
 
 
+# ---------------------------------------------------------------- templates of tokenizers
+
+
 @functools.lru_cache(maxsize=64)
 def _chat_template(tokenizer, template, stops, think_tags):
     """Returns a ChatTemplate (cached). template: a changed one is learned again."""
@@ -705,6 +691,22 @@ def chat_template(
 def render(tokenizer, messages: list[dict], tools=None, trusted=None) -> list[int]:
     """Returns the ids of a chat with its generation prompt: see `ChatTemplate.render`."""
     return chat_template(tokenizer).render(messages, tools, trusted)
+
+
+def visible_text(tokenizer, ids: Sequence[int], mask: Sequence[int] | None = None) -> str:
+    """Decodes ids as rewards read them: without special tokens, except those that are answers.
+
+    What the policy sampled loses only its frame. A special token such as <answer> stays.
+    mask: 1 where the policy sampled, by default everywhere."""
+    if not tokenizer.chat_template:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+    template = chat_template(tokenizer)
+    kept = []
+    for number, is_sampled in zip(ids, mask or [1] * len(ids)):
+        hidden = template.frame_ids if is_sampled else template.texts.special
+        if number not in hidden:
+            kept.append(number)
+    return tokenizer.decode(kept)
 
 
 @functools.lru_cache(maxsize=64)

@@ -380,7 +380,7 @@ class CallFormat:
         if calls is None or (starts and not calls):
             return text, [malformed]
         if self.template.channel:  # its first token begins the message with the call (gpt-oss)
-            content = content.partition(self.template.channel[0])[0]
+            content = content.partition(self.template.channel)[0]
         ids = []
         if self.id_start:
             ids = re.findall(re.escape(self.id_start) + r"([\w.:-]+)", text)

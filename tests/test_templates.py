@@ -87,7 +87,7 @@ def random_chat(template, seed, n_rounds=8):
     messages = [templates.USER]
     for number in range(1, n_rounds + 1):
         messages += numbers.choice(makes)(number)
-    chat, _ = templates._made_up(messages)
+    chat = templates._made_up(messages)
     return json.loads(json.dumps(chat).replace(templates.MARK, "Word"))
 
 

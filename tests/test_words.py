@@ -14,7 +14,7 @@ from test_templates import play
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agent_loop import LoopArgs, chat_template, render
+from agent_loop import LoopArgs, chat_template, render, visible_text
 from flatrl.chat.client import ChatAgentLoop
 
 
@@ -49,7 +49,7 @@ def form(request, tokenizer):
 
 def controls(tokenizer) -> list[str]:
     """The added tokens without those that are mere words."""
-    return [token.content for token in chat_template(tokenizer).texts.controls.values()]
+    return [*chat_template(tokenizer).texts.controls.values()]
 
 
 def controls_in(tokenizer, ids: list[int]) -> list[str]:
@@ -184,3 +184,14 @@ def test_a_chat_client_trusts_the_rows_prompt(tokenizer, role, evil):
     assert evil in tokenizer.decode(engine.prompts[1])
 
 
+def test_a_reward_reads_the_special_tokens_of_an_answer(tokenizer):
+    """Not those with which the template frames a turn, nor any that the policy did not sample."""
+    other = copy.deepcopy(tokenizer)
+    add(other, ["<result>", "</result>"], special=True)
+    said = "It is <result>42</result>"
+    (output,), _ = play(other, task_of(), {}, [], said)
+    assert output.messages[-1]["content"] == said
+    ids = encode(other, f"{said}<|im_end|>\n<|im_start|>user\n<result>")
+    n_sampled = len(encode(other, f"{said}<|im_end|>"))
+    mask = [1] * n_sampled + [0] * (len(ids) - n_sampled)
+    assert visible_text(other, ids, mask) == f"{said}\nuser\n"
