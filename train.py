@@ -38,7 +38,7 @@ from flatrl import checkpoints, layers, models
 from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
 from flatrl.attention import register_packed_attention
-from flatrl.bad_input import RunFailed, need, pickled_state
+from flatrl.bad_input import RunFailed, need, pickled_state, refusing
 from flatrl.devices import offload, start_processes, wrap
 from flatrl.log import Listener, Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean, means
@@ -399,7 +399,7 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
             metrics |= update_critic(run, batch, rows)
             run.clock.lap("critic")
         updates.append(metrics)
-    return means(updates) | {"actor/adam_steps": models.adam_steps(run.policy.optimizer)}
+    return means(updates) | {"actor/adam_steps": run.policy.n_updates}
 
 
 def update_policy(run: "Run", batch: data.Batch, rows: list[int], step: int) -> dict[str, float]:
@@ -648,9 +648,9 @@ class Net(nn.Module):
     """A transformers model that gives scores to sampled tokens. A subclass says which scores.
 
     It stays in evaluation mode, because the trained network must be the one that sampled. Trained
-    parameters are float32. If `is_packed`, rows are joined without padding and have packed attention;
-    otherwise they are right-padded and have the model's own. A vision tower keeps its own
-    attention, which is not causal.
+    parameters are float32. If `is_packed`, rows are joined without padding and have packed
+    attention; otherwise they are right-padded and have the model's own. A vision tower keeps its
+    own attention, which is not causal.
 
     A subclass's scores_from_hidden(hidden (M, H), packed) returns {name: (M,) or (M, K)} from the
     hidden states that predict M tokens (data.pack_rows); `trained_score` names one of them."""
@@ -760,31 +760,65 @@ class Critic(Net):
         return {"values": values}
 
 
+def make_optimizers(
+    net: Net, lr: float, args: Args, device: torch.device, task: ModuleType | None
+) -> list[torch.optim.Optimizer]:
+    """Returns AdamW, or what the task's optimizer(model, args) returns: one or a list of several.
+
+    model: transformers' part of the net. Raises BadInput if they are no optimisers of torch."""
+    if not hasattr(task, "optimizer"):
+        is_cuda = device.type == "cuda"
+        return [torch.optim.AdamW(net.parameters(), lr, weight_decay=0.0, fused=is_cuda)]
+    with refusing(f"--task {args.task}: optimizer failed", args.task):
+        made = task.optimizer(net.model, args)
+    optimizers = made if isinstance(made, list) else [made]
+    for each in optimizers:
+        is_one = isinstance(each, torch.optim.Optimizer)
+        need(is_one, f"--task {args.task}: optimizer returned {each!r:.80}, no torch optimiser")
+    return optimizers
+
+
 class Learner:
-    """A network with its optimiser.
+    """A network with its optimisers.
 
     name: "actor" or "critic", the first part of its metrics' names. net: the network. wrapped:
     net in DDP or FSDP; call this one when you need gradients. num_steps: the steps in which it
-    learns. The learning rate is a function of the step, with no state to save."""
+    learns. task: see `make_optimizers`. The learning rates are functions of the step, with no
+    state to save."""
 
-    def __init__(self, net, lr: float, num_steps: int, args: Args, accelerator, name="actor"):
+    def __init__(
+        self,
+        net: "Net",
+        lr: float,
+        num_steps: int,
+        args: Args,
+        accelerator,
+        name: str = "actor",
+        task: ModuleType | None = None,
+    ):
         self.name = name
         self.net = net
-        self.lr = lr
         self.wrapped = wrap(net, args, accelerator)
         layers.set_master_dtype(net, args)
-        self.optimizer = torch.optim.AdamW(
-            net.parameters(), lr, weight_decay=0.0, fused=accelerator.device.type == "cuda"
-        )
+        self.optimizers = make_optimizers(net, lr, args, accelerator.device, task)
+        self.rates = [group["lr"] for group in self.groups]  # before the schedule
         self.lr_factor = models.lr_factor(args, num_steps)
+        self.n_updates = 0
         self.is_sharded = bool(args.shard)
 
+    @property
+    def groups(self) -> list[dict]:
+        """The optimisers' groups of parameters, with the settings of each."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def set_lr(self, step: int) -> float:
-        """Sets and returns the learning rate. step: from 0, of those in which it learns."""
-        lr = self.lr * self.lr_factor(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
+        """Sets each group's learning rate by --lr_schedule, and returns that of the first.
+
+        step: from 0, of those in which it learns."""
+        factor = self.lr_factor(step)
+        for group, rate in zip(self.groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        return self.groups[0]["lr"]
 
     def averaging(self, accelerator, is_last: bool) -> contextlib.AbstractContextManager:
         """Returns a context for a backward pass. Ranks average gradients only in the last pass.
@@ -798,17 +832,19 @@ class Learner:
         """Takes an optimiser step with the current gradients, clipped to max_norm, and clears them.
 
         Returns their norm. Raises RunFailed if that is not finite. Without any tokens the step
-        is skipped, because Adam's momentum would move the weights."""
+        is skipped, because momentum would move the weights."""
         norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
         norm = models.whole(norm).item()
         if not math.isfinite(norm):
             raise RunFailed(f"the gradient norm is {norm}: the weights are saved without it")
-        if not self.optimizer.state:
-            # Adam's states are allocated now, and should not occupy blocks that held activations.
-            torch.cuda.empty_cache()
         if has_tokens:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            if not self.n_updates:
+                # The optimisers' states should not occupy blocks that held activations.
+                torch.cuda.empty_cache()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.n_updates += 1
+        self.net.zero_grad(set_to_none=True)
         return norm
 
 
@@ -894,7 +930,7 @@ def setup(args: Args) -> Run:
         image_token_id = getattr(processor, "image_token_id", None)
         stops = models.stop_token_ids(args, tokenizer)
         engine = Engine(args.model, args, device, stops, vocab_size, image_token_id)
-    learner, critic, reference = build_networks(args, accelerator, policy, reference)
+    learner, critic, reference = build_networks(args, accelerator, policy, reference, task)
     run = Run(
         args=args,
         accelerator=accelerator,
@@ -994,10 +1030,10 @@ def build_reference(args: Args, policy: Policy) -> Callable | None:
     return Policy(args, policy.vocab_size, policy.vision).requires_grad_(False)
 
 
-def build_networks(args: Args, accelerator, policy: Policy, reference) -> tuple:
+def build_networks(args: Args, accelerator, policy: Policy, reference, task: ModuleType) -> tuple:
     """Returns the policy's Learner, the critic's or None, and the reference, on the device.
 
-    reference: as from `build_reference`. Resets the random seeds."""
+    reference: as from `build_reference`. task: see `make_optimizers`. Resets the random seeds."""
     set_seed(args.seed)  # an engine's start and a task may have drawn random numbers
     critic = None
     if args.has_critic:
@@ -1006,7 +1042,7 @@ def build_networks(args: Args, accelerator, policy: Policy, reference) -> tuple:
     if isinstance(reference, Policy) and reference is not policy:  # it has its own weights
         reference = wrap(reference, args, accelerator, frozen=True)
     n_steps = args.num_steps - args.critic_warmup
-    return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
+    return Learner(policy, args.lr, n_steps, args, accelerator, task=task), critic, reference
 
 
 def finish(run: Run, problem: Exception | None = None):

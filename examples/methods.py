@@ -31,6 +31,23 @@ def reward(output, row: dict) -> dict[str, float]:
     return {"score": correct, "correct": correct, "called": float(called)}
 
 
+# ---------------------------------------------------------------- an optimiser
+
+
+def muon(model, args) -> list[torch.optim.Optimizer]:
+    """Muon (arXiv 2502.16982) on the layers' matrices, AdamW on everything else.
+
+    To use it, write in the task file: from examples.methods import muon as optimizer"""
+    matrices, others = [], []
+    for name, p in model.named_parameters():
+        is_matrix = ".layers." in name and p.ndim == 2
+        (matrices if is_matrix else others).append(p)
+    return [
+        torch.optim.Muon(matrices, args.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, args.lr, weight_decay=0.0),
+    ]
+
+
 # ---------------------------------------------------------------- objectives: (b, T)
 
 

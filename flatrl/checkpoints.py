@@ -103,8 +103,8 @@ def training_state(run, saved: Sequence[str] = ()) -> dict:
     state = {}
     for name, learner in run.learners.items():
         state[name] = {path: p for path, p in learner.net.named_parameters() if p.requires_grad}
-        if learner.optimizer.state or f"{name}_optimizer" in saved:
-            state[f"{name}_optimizer"] = get_optimizer_state_dict(learner.net, learner.optimizer)
+        if learner.n_updates or f"{name}_optimizer" in saved:
+            state[f"{name}_optimizer"] = get_optimizer_state_dict(learner.net, learner.optimizers)
     return state
 
 
@@ -142,6 +142,7 @@ def _complete(run, temporary, parts):
         "step": run.done,
         "kl_coef": run.kept["kl_coef"],
         "parts": parts,
+        "updates": {name: learner.n_updates for name, learner in run.learners.items()},
         "history": run.history[:next_prompt] + to_come,
         "next_prompt": next_prompt,
     }
@@ -184,6 +185,8 @@ def resume(run, checkpoint: Path, state: dict, changed: list[str]):
     if run.args.kl_target and "kl_coef" not in changed:
         run.kl.coef = state["kl_coef"]
     load_checkpoint(run, checkpoint, state["parts"])
+    for name, learner in run.learners.items():
+        learner.n_updates = state["updates"][name]
     run.log.say(f"resuming after step {run.done}")
     run.log.write_about()
     rewards = on_main(logged, run.folder, "eval/reward")
@@ -208,11 +211,12 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
         ) from None
     for name, learner in run.learners.items():
         if f"{name}_optimizer" in parts:
+            settings = [{**group} for group in learner.groups]  # by the present flags
             state_dict.set_optimizer_state_dict(
-                learner.net, learner.optimizer, state[f"{name}_optimizer"]
+                learner.net, learner.optimizers, state[f"{name}_optimizer"]
             )
-            for group in learner.optimizer.param_groups:
-                group |= learner.optimizer.defaults  # by the present flags
+            for group, own in zip(learner.groups, settings, strict=True):
+                group |= own
 
 
 # ---------------------------------------------------------------- the trained policy

@@ -129,7 +129,8 @@ def offload(run, device: torch.device | str):
 
     if args.offload != "none":
         for learner in run.learners.values():
-            learner.optimizer.state = tree_map(moved, learner.optimizer.state)
+            for optimizer in learner.optimizers:
+                optimizer.state = tree_map(moved, optimizer.state)
     networks = []
     if args.offload == "all":
         if run.critic:

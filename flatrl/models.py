@@ -198,12 +198,6 @@ def lr_factor(args, num_steps: int) -> Callable[[int], float]:
     return factor
 
 
-def adam_steps(optimizer) -> float:
-    """Returns the steps that Adam has made; it counts the same for every parameter."""
-    state = next(iter(optimizer.state.values()), {"step": 0})  # none before the first
-    return float(state["step"])
-
-
 def vocab_size(tokenizer) -> int:
     """Returns the number of ids that stand for a token; the model's vocabulary may be padded."""
     return max(tokenizer.get_vocab().values()) + 1

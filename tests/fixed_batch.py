@@ -61,7 +61,7 @@ def gradients(
     batch["logprobs_ref"] = -5 + torch.randn(shape, generator=generator)
     learner = train.Learner(train.Policy(args), 0.1, 1, args, accelerator)
     policy, optimizer = learner.wrapped, torch.optim.SGD(learner.net.parameters(), lr=0.1)
-    learner.optimizer = optimizer
+    learner.optimizers = [optimizer]
     if args.kl_top:  # the teacher is the policy, and less sure
         names = ["top_logprobs", "top_ids"]
         scores = train.score_tokens(learner.net, batch, args, names, args.kl_top)

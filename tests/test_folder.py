@@ -19,7 +19,7 @@ from data import load_task
 from flatrl import checkpoints, models
 from flatrl.log import Log, SilentLog
 from flatrl.rows import hash_of_rows
-from train import Args
+from train import Args, Learner
 
 LOCKS = """
 import fcntl, sys
@@ -67,19 +67,26 @@ def test_a_run_is_never_written_over_and_a_requeued_job_may_pass_resume(
         assert checkpoints.claim_folder(args) == found
 
 
+class Part(types.SimpleNamespace):
+    groups = Learner.groups
+
+
 def make_run(folder: Path, **flags):
     """The parts of a train.Run that are saved: a linear layer after an optimiser step."""
     args = Args(output_dir=str(folder), **flags)
     torch.manual_seed(0)
     net = torch.nn.Linear(3, 3)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=args.lr or 0.1)
+    matrix = torch.optim.Muon([net.weight], lr=args.lr or 0.1)
+    bias = torch.optim.AdamW([net.bias], lr=0.5)
     net(torch.ones(3)).sum().backward()
-    optimizer.step()
-    learner = types.SimpleNamespace(net=net, optimizer=optimizer)
-    return types.SimpleNamespace(
-        args=args, folder=folder, learners={"policy": learner}, pool=None, done=0, saved=0,
-        log=SilentLog(), kl=types.SimpleNamespace(coef=0.5), history=[[7, 0, 1.0]],
-        task=types.SimpleNamespace(sampler=min), estimator_state={1: 2.5})  # fmt: skip
+    matrix.step()
+    bias.step()
+    learner = Part(net=net, optimizers=[matrix, bias], n_updates=1)
+    return Part(
+        args=args, folder=folder, learners={"policy": learner}, done=0, saved=0,
+        pool=Part(next_prompt=lambda done: 1), log=SilentLog(), kl=Part(coef=0.1),
+        history=[[7, 0, 1.0], [5, 0, 0.5]], task=Part(sampler=min), estimator_state={},
+        kept={"kl_coef": 0.5, "estimator": {1: 2.5}})  # fmt: skip
 
 
 def save(run, *steps: int):
@@ -106,21 +113,26 @@ def test_the_latest_checkpoints_and_the_best_are_kept_and_half_ones_removed(
 
 
 def test_a_checkpoint_brings_all_back_but_the_changed_rate(tmp_path, process_group):
+    """... and the rewards of a step that failed: its prompt 1 is taken again."""
     saved = make_run(tmp_path, lr=0.1, kl_target=0.1)
     save(saved, 3)
     run = make_run(tmp_path, lr=0.3, kl_target=0.1, resume=True)
-    run.history, run.estimator_state, run.kl.coef = [], {}, 0.1
     learner, before = run.learners["policy"], saved.learners["policy"]
+    learner.n_updates = 0
     with torch.no_grad():
         learner.net.weight.zero_()
-        learner.optimizer.state[learner.net.weight]["exp_avg"].zero_()
+        for optimizer in learner.optimizers:
+            for state in optimizer.state.values():
+                for tensor in state.values():
+                    tensor.zero_()
     checkpoints.resume(run, *checkpoints.read_checkpoint(run.args), ["lr"])
-    assert (run.done, run.saved, run.kl.coef) == (3, 3, 0.5)
-    assert run.history == [[7, 0, 1.0]] and run.estimator_state == {1: 2.5}
-    assert learner.optimizer.param_groups[0]["lr"] == 0.3
+    assert (run.done, run.saved, run.kl.coef, learner.n_updates) == (3, 3, 0.5, 1)
+    assert run.history == [[7, 0, 1.0], [5, 0]] and run.estimator_state == {1: 2.5}
+    assert [group["lr"] for group in learner.groups] == [0.3, 0.5]
     assert torch.equal(learner.net.weight, before.net.weight)
-    averages = [x.optimizer.state[x.net.weight]["exp_avg"] for x in (before, learner)]
-    assert torch.equal(*averages)
+    for one, other in zip(before.optimizers, learner.optimizers):
+        (states,), (loaded,) = one.state.values(), other.state.values()
+        torch.testing.assert_close(loaded, states, rtol=0, atol=0)
 
 
 def test_a_run_that_reached_its_reward_is_complete_when_it_is_resumed(tmp_path, process_group):

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def test_a_run_by_accelerate_and_its_replay_without_an_engine(tmp_path):
 SAMPLED = f"""
 import json, random, sys
 sys.path.insert(0, {str(REPO / "tests")!r})
+from examples.methods import muon as optimizer
 from losses import estimator, gae
 from tiny_task import *
 
@@ -116,7 +118,8 @@ def growing(token_rewards, values, mask, state):
 
 
 def test_a_sharded_run_in_bfloat16_resumes_to_the_last_digit(tmp_path, tiny_model):
-    """As on GPUs, with a sampler, which chooses replacements, too, and an estimator's state.
+    """As on GPUs, with a sampler, which chooses replacements, too, and an estimator's state; with
+    two optimisers, of which one is not Adam.
 
     Ranks have different numbers of micro-batches, and checkpoints keep more."""
     (tmp_path / "sampled.py").write_text(SAMPLED)
@@ -306,6 +309,23 @@ def test_gradient_checkpointing_recomputes(tiny_model, process_group):
     packed = learner.net.pack(batch, data.in_prefix_order(batch, range(19)))
     learner.wrapped(packed)["logprobs"].sum().backward()
     assert len(calls) == 2
+
+
+def test_a_task_makes_its_optimisers(tiny_model, process_group):
+    """Their groups keep their own rates, in proportion to the schedule."""
+    made = lambda model, args: [
+        torch.optim.SGD([{"params": model.lm_head.parameters(), "lr": 1.0}], lr=args.lr),
+        torch.optim.SGD(model.model.layers.parameters(), lr=args.lr, weight_decay=0.1),
+    ]
+    args = Args(model=tiny_model, lr=0.5, warmup_steps=4)
+    make = lambda task: train.Learner(
+        train.Policy(args), 9.0, 8, args, Accelerator(cpu=True), task=task
+    )
+    learner = make(types.SimpleNamespace(optimizer=made))
+    assert learner.set_lr(1) == 0.5 and learner.optimizers[1].param_groups[0]["lr"] == 0.25
+    assert learner.set_lr(4) == 1.0 and learner.optimizers[1].param_groups[0]["lr"] == 0.5
+    with pytest.raises(BadInput, match="optimizer returned None, no torch optimiser"):
+        make(types.SimpleNamespace(optimizer=lambda model, args: None))
 
 
 @pytest.mark.parametrize("kl_kind", ["k3", "top4"])
