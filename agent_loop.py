@@ -38,8 +38,10 @@ from numbers import Real
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
+
 # Task files import some of these names from here.
-from flatrl.bad_input import BadInput
+from flatrl.bad_input import BadInput, text_of
 from flatrl.chat_template import (  # noqa: F401
     IN_TEXT,
     PROMPT_TAIL,
@@ -242,7 +244,13 @@ def total_reward(output: AgentLoopOutput) -> float:
 
 def numeric_entries(values: dict) -> dict[str, float]:
     """Returns the entries of a dict that are real numbers, including bools and numpy's numbers."""
-    return {name: value for name, value in values.items() if isinstance(value, Real)}
+    numbers = {}
+    for name, value in values.items():
+        if isinstance(value, np.bool_):  # neither Real, nor does it add up
+            value = bool(value)
+        if isinstance(value, Real):
+            numbers[name] = value
+    return numbers
 
 
 # ---------------------------------------------------------------- agent loops
@@ -417,15 +425,19 @@ class Trajectory:
 
     def outputs(self) -> list[AgentLoopOutput]:
         """Returns the outputs of all token sequences: those before each fork, and the current one.
+        They have the trajectory's unit and group, even if these were set after a fork.
 
         If the assistant said nothing after the last fork (there was no room for a turn), that
         sequence is left out, and the one before ends the rollout."""
+        for output in self.finished:
+            output.unit = self.unit
+            output.group = self.group
         last = self.output()
         speaks = 1 in last.response_mask or last.messages[-1]["role"] == "assistant"
         if speaks or not self.finished:
             return [*self.finished, last]
         *earlier, before = self.finished
-        names = ("reward", "unit", "group", "metrics", "extra", "stop_reason")
+        names = ("reward", "metrics", "extra", "stop_reason")
         ended = {name: getattr(last, name) for name in names}
         end = len(before.response_ids) - 1
         rewards = before.turn_rewards + [(end, reward) for _, reward in last.turn_rewards]
@@ -794,7 +806,7 @@ class ToolAgentLoop(AgentLoopBase):
             messages.append({
                 "role": "tool",
                 "name": name,
-                "content": self._content(response),
+                "content": self._content(trajectory, response),
                 "tool_call_id": tool_call.get("id") or call_id(trajectory.assistant_turns, number),
             })
             images += response.images
@@ -840,13 +852,15 @@ class ToolAgentLoop(AgentLoopBase):
             if not isinstance(error, (CallTimeoutError, RefusedCallError)):
                 trajectory.count(f"tool_exceptions/{name}")
                 self.tool_exceptions.setdefault(name, error)
-        return ToolResponse(f"Error: {str(error) or repr(error)}")
+        return ToolResponse(f"Error: {text_of(error)}")
 
-    def _content(self, response):
+    def _content(self, trajectory, response):
         """Returns the content of a tool's message: a text, or a list of parts with images."""
         limit = self.args.max_tool_response_tokens
         side = self.args.tool_response_truncate_side
         text = shorten(response.text, limit, side, self.tokenizer)
+        if text != clean(response.text):
+            trajectory.count("tool_responses_cut")
         if not response.images:
             return text
         content = [{"type": "image"} for _ in response.images]

@@ -19,6 +19,7 @@ With --tp n, n consecutive ranks share one engine: the first of them, the leader
 loops, and the others follow its steps."""
 
 import asyncio
+import copy
 import functools
 import itertools
 import json
@@ -67,10 +68,10 @@ from flatrl.processes import (
     gather_unless_stopped,
     memory,
 )
-from flatrl.rows import copy_containers
-from flatrl.signals import refuse_alarms
+from flatrl.rows import copy_row
+from flatrl.shared_state import check_refused
 from flatrl.units import rollout_of
-from flatrl.vision import check_images
+from flatrl.vision import check_images, merge_images
 from flatrl.vllm_engine import (
     keep_loaded,
     load_into,
@@ -685,7 +686,7 @@ async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list
     loop = loop_class(rollout_engine, run.tokenizer, run.processor, run.task, args)
 
     # A copy, because the loop may change its parameters: add a stop, for example.
-    sampling_params = copy_containers({**sampling, "stop_token_ids": engine.stop_token_ids})
+    sampling_params = copy.deepcopy({**sampling, "stop_token_ids": engine.stop_token_ids})
     if sampling_params.get("ignore_eos"):
         sampling_params["stop_token_ids"] = []  # vLLM would still end there
     if member.is_greedy:
@@ -743,7 +744,8 @@ def print_tool_exceptions(loop: AgentLoopBase):
 
 
 def complete_output(output: AgentLoopOutput, segment: int, tokenizer, member: Member, row: dict):
-    """Adds an output's numbers and marks to its `extra`, and fills in text and messages."""
+    """Fills in what an agent loop need not: in `extra` an output's numbers and marks (see
+    Rollouts), its text, and its messages."""
     numbers = {"prompt": member.prompt, "sample": member.sample, "segment": segment}
     output.extra = {**output.extra, "index": row.get("index"), **numbers}
     if member.demonstration:
@@ -801,7 +803,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
         reward = last.reward
         if reward is None:
             reward = await call(task.reward, last, row)
-            refuse_alarms()
+            check_refused()
         reward = _checked_reward(reward, row, getattr(task, "__file__", "the task"))
         for output in outputs_of_unit:
             output.reward = reward
@@ -986,7 +988,7 @@ class Pool:
         The group's last rollout ends the group. Raises only if the pool is ended."""
         try:
             # The row is read in here, as a bad one of a large table raises.
-            row = copy_containers(self.row_of(member.prompt))
+            row = copy_row(self.row_of(member.prompt))
             outputs = await run_agent_loop(self.run, member, row, self.sampling)
             if outputs:
                 self._start_grader(group, member, outputs)
@@ -1026,7 +1028,7 @@ class Pool:
     async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> list[dict] | dict:
         """Returns the fields REWARD_FIELDS of each output or, if the reward failed, an error."""
         try:
-            row = copy_containers(self.row_of(member.prompt))
+            row = copy_row(self.row_of(member.prompt))
             await grade_rollout(self.run, outputs, row)
         except BaseException as error:
             if self.future.cancelled():
@@ -1172,6 +1174,7 @@ class Pool:
             if group:  # this rank ran it
                 rollouts.graders |= group.graders
                 group.graders = {}  # tasks can't be pickled
+                merge_images(group.outputs)
                 groups.append(group)
                 self.store.delete_key(str(prompt))  # all ranks have read it
 

@@ -49,7 +49,14 @@ def refusing(problem: str, file: str = "") -> Iterator[None]:
 def reason(error: BaseException) -> str:
     """Returns an exception's type and message in one line; of BadInput the message alone."""
     kind = "" if isinstance(error, BadInput) else f"{type(error).__name__}: "
-    return kind + " ".join(str(error).split())[:400]
+    return kind + " ".join(text_of(error).split())[:400]
+
+
+def text_of(error: BaseException) -> str:
+    """Returns what an exception says; its repr or its type if it says nothing, or can't."""
+    with contextlib.suppress(Exception):
+        return str(error) or repr(error)
+    return type(error).__name__
 
 
 def check_types(values: dict, types: dict, name: str):

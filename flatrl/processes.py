@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from flatrl.bad_input import BadInput, need
+from flatrl.shared_state import EXIT
 
 # How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
@@ -166,7 +167,7 @@ def run_as_script(main: Callable, parse: Callable):
     atexit._run_exitfuncs()  # of libraries
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    EXIT(status)
 
 
 def count(key: str) -> int:

@@ -5,7 +5,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from copy import copy
+from copy import deepcopy
 from pathlib import Path
 from unicodedata import normalize
 
@@ -24,6 +24,7 @@ from flatrl.tools import call_format
 from flatrl.vision import load_image
 
 ROW_TYPES = {"extra_info": dict, "data_source": str, "demonstration": str | list | tuple}
+TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 # Arguments that AgentLoopBase.run(**row) gets besides a row's columns.
 RESERVED_COLUMNS = {"self", "sampling_params", "step", "rollout_n", "validate"}
 
@@ -49,6 +50,10 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
             check_types(columns, {key: dict}, name)
             if key in columns:
                 columns[key] = _tidied(columns[key])
+        for tool, kwargs in (columns.get("tools_kwargs") or {}).items():
+            where = f"{name}: tools_kwargs"
+            check_types({tool: kwargs}, {tool: dict}, where)
+            check_types(kwargs, dict.fromkeys(TOOL_KWARGS, dict), f"{where}: {tool!r}")
         if columns.get("index") is not None:
             number = columns["index"]
     if row.get("index") is None:
@@ -115,15 +120,18 @@ def check_demonstration(rows: Iterable[dict], templates, args):
             template.turn_ids(turn)
 
 
-def copy_containers(tree):
-    """Returns a copy of nested dicts, lists and tuples; it shares their images and arrays."""
-    if type(tree) in (list, tuple):
-        return type(tree)(map(copy_containers, tree))
-    if not isinstance(tree, dict):
-        return tree
-    copied = copy(tree)  # a Counter stays one
-    for key, value in tree.items():
-        copied[key] = copy_containers(value)
+def copy_row(row: dict) -> dict:
+    """Returns a deep copy of a row, because a rollout may change what is in it.
+
+    Raises BadInput, with the column, if something can't be copied: a lock, a connection."""
+    copied = {}
+    memo = {}
+    for column, value in row.items():
+        with refusing(
+            f"column {column!r} can't be copied for each rollout: keep it in the task's module, or "
+            "give its class a __deepcopy__"
+        ):
+            copied[column] = deepcopy(value, memo)
     return copied
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from flatrl.processes import use_gpu_of_rank
+from flatrl.shared_state import lock_tokenizers
 
 # A thread is started only if none is idle. A function that never returns keeps its thread.
 THREADS = ThreadPoolExecutor(
@@ -31,36 +32,39 @@ class CallTimeoutError(TimeoutError):
 async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
     """Awaits user code, and cancels it after `seconds`; 0: no deadline.
 
-    Raises CallTimeoutError at the deadline, and whatever the code raises. SystemExit and a
-    CancelledError of its own become RuntimeError, because they would end more than this call."""
+    Raises CallTimeoutError at the deadline, and whatever the code raises. What would end more than
+    this call, such as sys.exit or the code's own cancellation, becomes RuntimeError."""
+
+    async def run():
+        DEADLINE.set(deadline)
+        try:
+            return await coroutine
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(repr(error)) from error
+
     try:
         async with asyncio.timeout(seconds or None) as deadline:
-            previous = DEADLINE.set(deadline)
-            try:
-                return await coroutine
-            finally:
-                DEADLINE.reset(previous)
+            return await asyncio.create_task(run())  # a task of its own, which it may cancel
     except TimeoutError:
         if deadline.expired():
             raise CallTimeoutError(f"{name} took longer than {seconds:g} seconds") from None
         raise
-    except (SystemExit, asyncio.CancelledError) as error:
+    except asyncio.CancelledError as error:
         if asyncio.current_task().cancelling():
             raise
         raise RuntimeError(repr(error)) from error
 
 
 async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
-    """Runs a plain function in a thread, so that it does not block the event loop.
-
-    Raises whatever the function raises, and RuntimeError in place of StopIteration and SystemExit,
-    which a future can't deliver."""
+    """Runs a plain function in a thread. Raises what it raises, if a future can deliver that, else
+    RuntimeError."""
+    lock_tokenizers()
     context = contextvars.copy_context()
 
     def run():
         try:
             return context.run(function, *args, **kwargs)
-        except (StopIteration, SystemExit) as error:
+        except (StopIteration, SystemExit, KeyboardInterrupt) as error:
             raise RuntimeError(repr(error)) from error
 
     return await asyncio.get_running_loop().run_in_executor(THREADS, run)

@@ -52,11 +52,22 @@ _cached_image = functools.lru_cache(maxsize=64)(load_image)
 
 
 def load_images(sources: Iterable) -> list[Image.Image]:
-    """Loads the images of a row (`load_image`). PIL images have been loaded, and stay.
+    """Loads images (`load_image`). They are copies, because a rollout may draw on them."""
+    loaded = []
+    for source in map(_file_of, sources):
+        load = load_image if isinstance(source, Image.Image) else _cached_image
+        loaded.append(load(source).copy())
+    return loaded
 
-    All rollouts of a group get the same objects, so that each is preprocessed only once."""
-    files = map(_file_of, sources)
-    return [each if isinstance(each, Image.Image) else _cached_image(each) for each in files]
+
+def merge_images(outputs: Iterable["AgentLoopOutput"]):
+    """Makes equal images one object, which is sent to other ranks and preprocessed only once."""
+    known = {}
+    for output in outputs:
+        merged = []
+        for image in output.images:
+            merged.append(known.setdefault((image.size, image.tobytes()), image))
+        output.images = merged
 
 
 def image_tokens(images: Sequence, processor) -> list[int]:

@@ -311,12 +311,18 @@ def ask(function: str, n: int = 0) -> str:
     return f"asked {function} {n + 1} times"
 
 
+class Speechless(Exception):
+    def __str__(self):
+        return None
+
+
 # name: (what the model says, what the tool "notes" answers, what the model reads)
 ERRORS = {
     "unknown tool": (call("subtract", a=1), None, r"subtract.*ask"),
     "malformed JSON": (call("ask", a=1).replace("}", ""), None, "well-formed"),
     "a missing argument": (call("ask", n=1), None, "ask: missing a required argument: 'function'"),
     "raises": (call("notes"), OSError("the disk is full"), "the disk is full"),
+    "says nothing": (call("notes"), Speechless(), "Speechless"),
     "exits": (call("notes"), SystemExit(3), r"SystemExit\(3\)"),
     "cancels itself": (call("notes"), asyncio.CancelledError("by itself"), "by itself"),
     "a bad reward": (call("notes"), ("fine", math.nan, {}), "reward of tool 'notes' .* got nan"),
@@ -365,6 +371,7 @@ def test_a_long_tool_response_is_cut(play, text, limit, side, said):
     flags = dict(max_tool_response_tokens=limit, tool_response_truncate_side=side)
     output, engine = play(call("notes"), "ok", task=task_of(notes), **flags)
     assert_response(output, engine, call("notes") + END, tool_turn(said), "ok" + END)
+    assert output.metrics.get("tool_responses_cut", 0) == (said != text)
 
 
 # ---------------------------------------------------------------- limits on several turns
@@ -585,4 +592,5 @@ def test_what_a_loop_sets_after_the_last_word_goes_to_the_output_that_has_it():
     trajectory.add_sampled(TokenOutput([5], [-1.0], [0], "stop", [1, 2, 4]))
     outputs = trajectory.outputs()
     assert [output.reward for output in outputs] == [None, 0.7]
+    assert [(output.unit, output.group) for output in outputs] == [("white", "first")] * 2
     assert [output.truncated for output in outputs] == [False, True]

@@ -50,6 +50,7 @@ ROWS = [
     ([{"prompt": [{"content": "hello"}]}], "'prompt' must be a text or a list of chat messages"),
     ([{"prompt": CHAT, "extra_info": "x"}], "extra_info"),
     ([{"prompt": CHAT, "tools_kwargs": {"nobody": {}}}], "nobody"),
+    ([{"prompt": CHAT, "tools_kwargs": {"calculator": "x"}}], "tools_kwargs: 'calculator' must be"),
     ([{"prompt": CHAT, "demonstration": CHAT}], "row 0 of"),
     ([{"prompt": CHAT, "demonstration": [{"role": "assistant", "tool_calls": [BAD]}]}], "row 0 of"),
 ]

@@ -1,16 +1,21 @@
 """How a run ends: its exit code, its background loop, and an error on the main rank."""
 
 import asyncio
+import contextlib
+import io
 import json
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch.distributed as dist
 from conftest import HANGS, REPO
 
-from flatrl import processes
-from flatrl.bad_input import BadInput
+from flatrl import processes, shared_state
+from flatrl.bad_input import BadInput, BadReward
+from flatrl.user_code import in_thread, in_time
 
 # Each case is a process that is forked from this one.
 CASES = """
@@ -19,7 +24,7 @@ sys.path.insert(0, os.getcwd())
 import torch
 import torch.distributed as dist
 from flatrl import processes, user_code
-from flatrl.bad_input import BadInput
+from flatrl.bad_input import BadInput, BadReward
 
 def raises(error):
     raise error
@@ -98,3 +103,71 @@ def test_an_error_of_the_main_rank_is_bad_input_on_all(process_group, monkeypatc
     with pytest.raises(BadInput):
         processes.on_main(fails)
     assert sent == ["[Errno 28] No space left"]
+
+
+# ---------------------------------------------------------------- what user code can't do to a run
+
+
+def in_threads(function, *arguments) -> list:
+    """What the function returns, or raises, in a thread for each argument."""
+
+    async def together():
+        calls = [in_thread(function, each) for each in arguments]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(together())
+
+
+def test_what_a_thread_prints_is_its_own():
+    here = threading.Barrier(2)
+
+    def says(word):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            print(word)
+            here.wait(HANGS)
+            child = threading.Thread(target=print, args=["child of", word])
+            child.start()
+            child.join()
+            here.wait(HANGS)
+        return said.getvalue()
+
+    before = sys.stdout
+    assert in_threads(says, "a", "b") == ["a\nchild of a\n", "b\nchild of b\n"]
+    assert sys.stdout is before
+
+
+def test_a_thread_has_no_say_in_how_others_tokenise(tokenizer, monkeypatch):
+    def lengths(limit):
+        said = [tokenizer("1+1=2 " * 9, truncation=limit < 99, max_length=limit) for _ in range(99)]
+        return {len(each["input_ids"]) for each in said}
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert in_threads(lengths, 5, 99, 5, 99) == [{5}, {54}, {5}, {54}]
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_what_is_the_whole_processs_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_state, "REFUSED", set())
+    [error] = in_threads(os.chdir, tmp_path)
+    assert "os.chdir in a thread: use absolute paths" in str(error)
+    with pytest.raises(BadReward, match="a reward or a tool uses os.chdir"):
+        shared_state.check_refused()
+    with pytest.raises(RuntimeError, match="would end the run"):
+        os._exit(0)
+
+
+def test_code_that_cancels_itself_ends_alone():
+    async def cancels():
+        asyncio.current_task().cancel()
+        return 1
+
+    async def run():
+        with pytest.raises(RuntimeError, match="CancelledError"):
+            await in_time("it", HANGS, cancels())
+        await asyncio.sleep(0)  # where a cancellation that is still to come would strike
+
+    asyncio.run(run())

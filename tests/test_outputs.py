@@ -1,14 +1,20 @@
 """What user code returns is checked where it comes in: a bad output costs its rollout, by name."""
 
 import asyncio
+import threading
+from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import make_run
+from PIL import Image
 from test_agent_loop import PROMPT, Script, call
 
 import rollout
-from agent_loop import AgentLoopBase, register
+from agent_loop import AgentLoopBase, BadInput, register
+from flatrl.rows import as_text, copy_row
+from flatrl.vision import load_images, merge_images
 from rollout import Member, grade_rollout, run_agent_loop
 from train import Args
 
@@ -82,3 +88,28 @@ def test_the_first_exception_of_a_tool_is_printed_with_its_line(tokenizer, monke
     printed = capsys.readouterr().err
     said = "first exception of tool 'divide': ZeroDivisionError: division by zero"
     assert printed.count(f"{said} ({__file__}:{divide.__code__.co_firstlineno + 6})\n") == 1
+
+
+def test_a_rollout_plays_on_rows_and_images_of_its_own():
+    board = SimpleNamespace(moves=[], marks={1}, squares=np.zeros(2), queue=deque())
+    image = Image.new("L", (2, 1))
+    row = {"board": board, "images": [image]}
+    before = as_text(vars(board) | row)
+    mine = copy_row(row)
+    mine["board"].moves.append(1)
+    mine["board"].marks.add(2)
+    mine["board"].squares += 1
+    mine["board"].queue.append(1)
+    mine["images"][0].putpixel((0, 0), 255)
+    assert as_text(vars(board) | row) == before
+
+    outputs = [SimpleNamespace(images=load_images([image])) for _ in range(3)]
+    outputs[2].images[0].putpixel((0, 0), (255, 0, 0))
+    assert image.getpixel((0, 0)) == 0
+    assert outputs[0].images[0] is not outputs[1].images[0]
+    merge_images(outputs)
+    assert outputs[0].images[0] is outputs[1].images[0]
+    assert outputs[2].images[0].getpixel((0, 0)) == (255, 0, 0)
+
+    with pytest.raises(BadInput, match="column 'lock' can't be copied for each rollout"):
+        copy_row({"lock": threading.Lock()})

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import random
 import signal
-import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import batch_with_rewards, output_of
@@ -16,7 +16,7 @@ import data
 import losses
 import train
 from agent_loop import RESPONSE_LISTS, AgentLoopOutput
-from flatrl import signals
+from flatrl import shared_state
 from flatrl.bad_input import BadReward
 from flatrl.metrics import describe, describe_eval
 from rollout import Rollouts, set_rewards
@@ -148,12 +148,14 @@ def test_rollouts_count_alike_in_the_log_however_many_outputs_they_have():
         last = outputs[-1]
         last.num_turns, last.stop_reason = 9, "length"
         last.metrics = {"tool_calls": 4, "tool_s": 1.5 * sample, "who": "x"}
-        last.reward = {"score": 1.0 - sample, "style": 3 + 3 * sample, "note": "fine"}
+        style = 3 + 3 * sample
+        last.reward = {"score": 1.0 - sample, "style": style, "note": "fine", "ok": np.True_}
         last.turn_rewards = [(0, 0.25)]
     described = describe(outputs, data.by_unit(outputs))
     assert described == {
         **{"reward/mean": 0.75, "reward/std": 0.5, "reward/min": 0.25, "reward/max": 1.25},
-        **{"reward_part/style": 4.5, "rollout/segments": 2.5, "rollout/tool_calls": 4},
+        **{"reward_part/style": 4.5, "reward_part/ok": 1},
+        **{"rollout/segments": 2.5, "rollout/tool_calls": 4},
         **{"prompt_length/mean": 2, "response_length/mean": 40, "response_length/max": 40},
         **{"response_length/clipped_ratio": 1, "rollout/trajectories": 2},
         **{"stop_reason/length": 1, "num_turns/mean": 9, "num_turns/max": 9},
@@ -207,7 +209,7 @@ def test_the_tasks_reward_is_asked_once_for_each_unit_without_one():
 
 
 def test_a_reward_that_hides_its_use_of_alarms_is_refused(monkeypatch):
-    monkeypatch.setattr(signals, "REFUSED", threading.Event())
+    monkeypatch.setattr(shared_state, "REFUSED", set())
 
     def reward(output, row):
         with contextlib.suppress(Exception):

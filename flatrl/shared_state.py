@@ -1,0 +1,134 @@
+"""The state of the process, which user code in threads must not share: its streams and others.
+
+Importing this module replaces functions of Python. Outside the main thread, where tools and rewards
+run,
+- code that replaces sys.stdout or sys.stderr, as contextlib.redirect_stdout does, replaces it for
+  itself and the threads that it starts;
+- alarms and os.chdir are refused. math_verify and others limit their time by SIGALRM. In a thread
+  that is an error, which they take for a wrong answer, and then every reward is 0.
+
+os._exit is an error in the whole process, which would end with the user's exit code."""
+
+import contextvars
+import functools
+import os
+import signal
+import sys
+import threading
+from types import ModuleType
+
+from flatrl.bad_input import BadReward
+
+REMEDIES = {
+    "signal.alarm": "turn that time limit off (math_verify: parsing_timeout=None and "
+    "timeout_seconds=None), or grade in a process of its own",
+    "os.chdir": "use absolute paths, or cwd= of subprocess.run",
+}
+REFUSED = set()  # the keys of REMEDIES that were refused in this process
+SIGNAL = signal.signal
+CHDIR = os.chdir
+EXIT = os._exit
+START = threading.Thread.start
+PROCESS = os.getpid()
+
+
+def in_main_thread() -> bool:
+    """Returns whether the main thread, which runs no user code during a rollout, calls this."""
+    return threading.current_thread() is threading.main_thread()
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def check_refused():
+    """Raises BadReward if something was refused, because graders may hide the error."""
+    for name in REFUSED:
+        raise BadReward(
+            f"a reward or a tool uses {name}, which works in the main thread only, and they run in "
+            f"others: {REMEDIES[name]}"
+        )
+
+
+def _signal(number, handler):
+    """Replaces signal.signal: notes that another thread wants an alarm, which is an error there."""
+    if number == signal.SIGALRM and not in_main_thread():
+        REFUSED.add("signal.alarm")
+    return SIGNAL(number, handler)
+
+
+def _chdir(path):
+    """Replaces os.chdir, which would move all threads to the folder."""
+    if not in_main_thread():
+        REFUSED.add("os.chdir")
+        raise RuntimeError(f"os.chdir in a thread: {REMEDIES['os.chdir']}")
+    CHDIR(path)
+
+
+def _exit(status):
+    """Replaces os._exit. Processes that user code has forked may still end by it."""
+    if os.getpid() == PROCESS:
+        raise RuntimeError(f"os._exit({status}) would end the run")
+    EXIT(status)
+
+
+# ---------------------------------------------------------------- what each has for itself
+
+
+class _Stream:
+    """sys.stdout or sys.stderr, as a property of `sys`.
+
+    print() does not read the property, but `sys.__dict__`. So that holds this object as well."""
+
+    def __init__(self, name):
+        self.of_process = getattr(sys, name)
+        self.own = contextvars.ContextVar(name)
+
+    def __get__(self, module, kind=None):
+        return self.own.get(self.of_process)
+
+    def __set__(self, module, stream):
+        if in_main_thread():
+            self.of_process = stream
+        else:
+            self.own.set(stream)
+
+    def __getattr__(self, name):
+        return getattr(self.__get__(sys), name)
+
+
+class _Sys(ModuleType):
+    """The class of `sys`."""
+
+    stdout = _Stream("stdout")
+    stderr = _Stream("stderr")
+
+
+def _start(thread):
+    """Replaces Thread.start: a thread of user code inherits its context, and so its streams."""
+    if not in_main_thread():
+        thread.run = functools.partial(contextvars.copy_context().run, thread.run)
+    START(thread)
+
+
+@functools.cache
+def lock_tokenizers():
+    """Lets one thread encode at a time: a fast tokenizer's truncation and padding are state."""
+    from transformers import PreTrainedTokenizerFast  # --help need not wait for it
+
+    encode = PreTrainedTokenizerFast._encode_plus
+
+    @functools.wraps(encode)
+    def encode_alone(*args, **kwargs):
+        with ENCODING:
+            return encode(*args, **kwargs)
+
+    PreTrainedTokenizerFast._encode_plus = encode_alone
+
+
+ENCODING = threading.RLock()
+signal.signal = _signal
+os.chdir = _chdir
+os._exit = _exit
+threading.Thread.start = _start
+vars(sys).update(stdout=_Sys.__dict__["stdout"], stderr=_Sys.__dict__["stderr"])
+sys.__class__ = _Sys
