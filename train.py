@@ -399,7 +399,16 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
             metrics |= update_critic(run, batch, rows)
             run.clock.lap("critic")
         updates.append(metrics)
+    move_reference(run)
     return means(updates) | {"actor/adam_steps": run.policy.n_updates}
+
+
+@torch.no_grad()
+def move_reference(run: "Run"):
+    """Moves the reference's weights by the share --ref_update to the policy's."""
+    if run.args.moves_reference:
+        for old, new in zip(run.reference.parameters(), run.policy.net.parameters(), strict=True):
+            old.lerp_(new, run.args.ref_update)
 
 
 def update_policy(run: "Run", batch: data.Batch, rows: list[int], step: int) -> dict[str, float]:
@@ -1018,10 +1027,10 @@ def build_reference(args: Args, policy: Policy) -> Callable | None:
     """Returns the frozen network that the KL compares with, or None if no KL is asked for.
 
     It is --ref_model or the starting model; with LoRA, the policy without its adapters. With
-    --hints it is the policy itself, not frozen."""
+    --ref_update 1 it is the policy itself, not frozen."""
     if not args.has_reference or args.rollout_only:
         return None
-    if args.hints:
+    if args.ref_update == 1:
         return policy
     if args.lora_rank and not args.ref_model:
         return layers.WithoutAdapters(policy)
@@ -1041,6 +1050,8 @@ def build_networks(args: Args, accelerator, policy: Policy, reference, task: Mod
         critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator, "critic")
     if isinstance(reference, Policy) and reference is not policy:  # it has its own weights
         reference = wrap(reference, args, accelerator, frozen=True)
+        if args.moves_reference:
+            reference.float()  # a shard may be in bfloat16, too coarse for small moves
     n_steps = args.num_steps - args.critic_warmup
     return Learner(policy, args.lr, n_steps, args, accelerator, task=task), critic, reference
 

@@ -172,7 +172,10 @@ class Args(LoopArgs):
     kl_coef: float = preset("weight of the KL to the reference; 0: off")
     ref_model: str | None = flag(
         None, "the reference or teacher, of the same tokenizer; default: the starting model")
-    hints: bool = preset("the reference is the policy itself, shown a row's `hint`")
+    hints: bool = preset("the reference is shown a row's `hint`, and is the policy itself")
+    ref_update: float | None = flag(
+        None, "share by which the reference's weights move to the policy's after each step; 0: it "
+        "stays as it was; 1: it is the policy; default: 0, with --hints 1", high=1)
     reward_coef: float = preset("factor of the task's reward, turn rewards included")
     kl_in: str = preset(
         "the KL is a term of the objective, or part of each token's reward", ("loss", "reward"))
@@ -266,6 +269,7 @@ class Args(LoopArgs):
     def __post_init__(self):
         # In this order: each default depends on the flags above it.
         self.fill(self.preset_values())
+        self.fill({"ref_update": float(self.hints)})
         self.fill({"rollout_correction": self.usual_correction})
         self.fill({"clip_c": self.usual_clip_c})
         for name, value in _json_object("agent_args", self.agent_args).items():
@@ -395,7 +399,12 @@ class Args(LoopArgs):
     @property
     def has_reference(self) -> bool:
         """True if a reference scores the sampled tokens."""
-        return bool(self.kl_coef or self.ref_model)
+        return bool(self.kl_coef or self.ref_model or self.hints)
+
+    @property
+    def moves_reference(self) -> bool:
+        """True if the reference is a moving average of the policy, with weights of its own."""
+        return self.has_reference and 0 < self.ref_update < 1
 
     @property
     def updates_per_epoch(self) -> int:
@@ -473,6 +482,10 @@ def check_flags_together(args: Args):
     need(not args.kl_coef or args.kl_in == "reward" or args.kl_kind != "k1",
          "--kl_kind k1 teaches nothing as a loss, its gradient is 0 on average: give "
          "--kl_in reward, or --kl_kind k2, k3 or topK")
+    need(not args.ref_update or not args.ref_model,
+         "--ref_update above 0 is for the starting model, not for a --ref_model")
+    need(args.ref_update in (0, 1) or not args.lora_rank,
+         f"--ref_update {args.ref_update} with --lora_rank: must be 0 or 1")
     need(args.reward_coef > 0 or args.hints or args.ref_model,
          "--reward_coef 0 (--algo opd) learns from the KL to a teacher: give its --ref_model")
     need(args.eval_samples == 1 or args.sampling(validate=True)["temperature"] != 0,
@@ -509,10 +522,10 @@ def check_registered(args: Args):
     asks = "logprobs_ref" in [*args.estimator_takes, *args.objective_takes]
     need(args.has_reference or not asks,
          f"--adv_estimator {args.adv_estimator} or --policy_loss {args.policy_loss} asks for "
-         "logprobs_ref, and there is no reference: give its --ref_model, or a --kl_coef")
-    need(args.kl_coef or asks or not args.ref_model,
-         "--ref_model has an effect only with a --kl_coef, or where the estimator or objective "
-         "asks for logprobs_ref")
+         "logprobs_ref, and there is no reference: give its --ref_model, --hints or a --kl_coef")
+    need(args.kl_coef or asks or not (args.ref_model or args.hints),
+         "--ref_model and --hints have an effect only with a --kl_coef, or where the estimator or "
+         "objective asks for logprobs_ref")
 
 
 def check_effects(args: Args):
@@ -532,13 +545,14 @@ def check_effects(args: Args):
         ("policy_loss", objective != "reinforce", ["clip_low", "clip_high"]),
         ("policy_loss", has_dual_clip, ["clip_c"]),
         ("hints", not args.hints, ["ref_model", "replay"]),  # rollouts on disk hold no hints
-        ("kl_coef", args.kl_coef, ["hints", "kl_in", "kl_kind"]),
+        ("kl_coef", args.kl_coef, ["kl_in", "kl_kind"]),
+        ("kl_coef", args.has_reference, ["ref_update"]),
         ("kl_in", args.kl_in == "reward", ["kl_target"]),
         ("max_staleness", args.max_staleness, ["oversample"]),
         ("max_staleness", not args.max_staleness, ["deterministic"]),
     ]
     usual = {entry.name: entry.default for entry in fields(args)}
-    usual |= args.preset_values() | {"clip_c": args.usual_clip_c}
+    usual |= args.preset_values() | {"clip_c": args.usual_clip_c, "ref_update": float(args.hints)}
     for other, has_effect, names in rules:
         for name in names:
             need(has_effect or getattr(args, name) == usual[name],

@@ -94,7 +94,7 @@ def check_changes(args, training_rows: str, state: dict) -> list[str]:
 
 
 def training_state(run, saved: Sequence[str] = ()) -> dict:
-    """Returns the state dicts of the networks that learn, and of their optimisers.
+    """Returns the state dicts of networks that learn or move (--ref_update), and of optimisers.
 
     An optimiser without a step (--critic_warmup) has no state. It is left out, unless its name is
     in `saved`: the parts of a checkpoint that is about to be loaded."""
@@ -105,6 +105,8 @@ def training_state(run, saved: Sequence[str] = ()) -> dict:
         state[name] = {path: p for path, p in learner.net.named_parameters() if p.requires_grad}
         if learner.n_updates or f"{name}_optimizer" in saved:
             state[f"{name}_optimizer"] = get_optimizer_state_dict(learner.net, learner.optimizers)
+    if run.args.moves_reference:
+        state["reference"] = dict(run.reference.named_parameters())
     return state
 
 

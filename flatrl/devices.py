@@ -135,8 +135,8 @@ def offload(run, device: torch.device | str):
     if args.offload == "all":
         if run.critic:
             networks.append(run.critic.net)
-        # With --hints the reference is the policy, with LoRA a function of it.
-        if isinstance(run.reference, nn.Module) and not args.hints:
+        # The reference may be the policy (--ref_update 1) or, with LoRA, a function of it.
+        if isinstance(run.reference, nn.Module) and run.reference is not run.policy.net:
             networks.append(run.reference)
     for network in networks:
         network._apply(moved)  # as nn.Module.to does; this rank's part of a sharded network

@@ -8,6 +8,10 @@ from flatrl.files import logged
 from flatrl.log import Listener, Log
 
 LIMITS = "--max_response_tokens, --max_assistant_turns"
+NO_GRADIENT = (
+    "its gradient is 0. The teacher is the policy itself and was told nothing, or "
+    "--rollout_correction or the clip leaves no token"
+)
 
 
 class Notices(Listener):
@@ -45,9 +49,12 @@ class Notices(Listener):
         was_learning = self.is_learning
         advantages = batch["advantages"][batch["response_mask"].bool()]
         distils = "actor/kl" in row and not self.log.args.reward_coef  # perhaps by the loss alone
-        self.is_learning = distils or "actor/imitation_loss" in row or advantages.any()
+        has_signal = distils or "actor/imitation_loss" in row or advantages.any()
+        has_gradient = row.get("actor/grad_norm", 1) > 0  # missing while only the critic learns
+        self.is_learning = has_signal and has_gradient
         if was_learning and not self.is_learning:
-            self.log.warn(f"step {row['step']} taught nothing: {why_nothing(rollouts.sampled)}")
+            why = NO_GRADIENT if has_signal else why_nothing(rollouts.sampled)
+            self.log.warn(f"step {row['step']} taught nothing: {why}")
 
     def close(self):
         """Prints how the rewards changed, and how to go on."""

@@ -67,6 +67,11 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log):
     first, second = log.said
     assert "step 1 taught nothing: 0 of 2 called a tool, 100% were cut off" in first
     assert "step 4 taught nothing" in second
+    notices.metrics({"step": 6, "actor/grad_norm": 0.0}, rollouts, batch | {"advantages": mask})
+    assert len(log.said) == 2  # told of already
+    notices.metrics({"step": 7, "actor/grad_norm": 0.1}, rollouts, batch | {"advantages": mask})
+    notices.metrics({"step": 8, "actor/grad_norm": 0.0}, rollouts, batch | {"advantages": mask})
+    assert "step 8 taught nothing: its gradient is 0. The teacher is" in log.said[2]
     # A loss other than that of the advantages teaches, too.
     batch = {"advantages": 0 * mask, "response_mask": mask}
     log.said.clear()
