@@ -110,7 +110,7 @@ def main(args: Args):
                     metrics |= evaluate(run)
             finally:  # even if a stop interrupts the evaluation
                 log.metrics(metrics, rollouts, batch)
-            if args.save_every and run.done % args.save_every == 0:
+            if args.save_every and (run.done % args.save_every == 0 or run.has_new_best):
                 put_to_sleep(run)
                 checkpoints.save_checkpoint(run)
             del rollouts, batch  # free this step's images before the next step loads its own
@@ -644,7 +644,9 @@ def evaluate(run: "Run") -> dict:
         rollouts = rollout(run, rows, run.done, args.eval_samples, sampling, kind="eval")
     run.log.rollouts(f"eval_{run.done:06d}", rollouts.outputs, rollouts.errors)
     units = data.by_unit(rollouts.outputs)
-    return describe_eval(rollouts.outputs, units, rows) | {
+    metrics = describe_eval(rollouts.outputs, units, rows)
+    run.evals[run.done] = metrics["eval/reward"]
+    return metrics | {
         "eval/failed": sum(rollouts.lost.values()),
         "timing/eval_s": rollouts.seconds,
     }
@@ -882,6 +884,7 @@ class Run:
     history: list[list] = field(default_factory=list)
     estimator_state: dict = field(default_factory=dict)  # the same on all ranks
     clock: Clock = field(default_factory=Clock)  # of the parts of a step
+    evals: dict[int, float] = field(default_factory=dict)  # eval/reward by steps done
     done: int = 0  # steps finished
     kept: dict = field(default_factory=dict)  # for a checkpoint, as it was after these steps
     saved: int = 0  # steps finished at the last checkpoint
@@ -900,6 +903,11 @@ class Run:
         if self.critic:
             learners["critic"] = self.critic
         return learners
+
+    @property
+    def has_new_best(self) -> bool:
+        """Whether the policy was evaluated after these steps, and is better than ever before."""
+        return self.done == max(self.evals, key=self.evals.get, default=None)
 
     def end_step(self):
         """Counts a step. A checkpoint saved during the next one keeps what is known now."""
@@ -1067,7 +1075,7 @@ def finish(run: Run, problem: Exception | None = None):
     if not args.rollout_only:
         checkpoints.save_checkpoint(run)
     final = run.folder / "final"
-    best = checkpoints.best_checkpoint(run.folder)
+    best = checkpoints.best_checkpoint(run)
     if args.rollout_only:
         say(f"{run.done} steps of rollouts are in {run.folder / 'rollouts'}")
     elif run.done < args.num_steps:

@@ -252,7 +252,8 @@ class Args(LoopArgs):
     eval_sampling_args: str = flag(
         "{}", "like --sampling_args, in evaluation; the temperature is 0 (greedy) by default, "
         "and --temperature with several --eval_samples")
-    save_every: int = flag(20, "steps between checkpoints; 0: only at the end")
+    save_every: int = flag(20, "steps between checkpoints, and one after each best "
+        "evaluation; 0: only at the end")
     dump_rollouts: float = flag(
         1.0, "share of the prompts whose rollouts are written, whole groups", high=1)
     keep_checkpoints: int = flag(2, "older ones are deleted", low=1)
@@ -517,6 +518,8 @@ def check_registered(args: Args):
     need(args.group_size > 1 or "groups" not in args.estimator_takes,
          f"--adv_estimator {args.adv_estimator} compares the rollouts of a prompt: "
          "--group_size must be at least 2")
+    need(args.algo != "ppo" or "values" in args.estimator_takes,
+         f"--algo ppo with --adv_estimator {args.adv_estimator} would train no critic")
     need(not args.critic_warmup or "values" in args.estimator_takes,
          f"--critic_warmup has no effect with --adv_estimator {args.adv_estimator}")
     asks = "logprobs_ref" in [*args.estimator_takes, *args.objective_takes]

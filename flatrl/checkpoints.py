@@ -6,9 +6,12 @@ are functions of --seed and the step, so no state of a generator or schedule is 
 
 import fcntl
 import json
+import math
 import os
 import pickle
+import shlex
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -154,7 +157,7 @@ def _complete(run, temporary, parts):
         (temporary / STATE_FILE).write_bytes(pickled_state(run.kept["estimator"], flag))
     temporary.rename(temporary.with_name(temporary.name.removeprefix(".")))
     old = checkpoints(run.folder)[: -run.args.keep_checkpoints]
-    for path in {*old} - {best_checkpoint(run.folder)}:
+    for path in {*old} - {best_checkpoint(run)}:
         path.rename(path.with_name(f".{path.name}"))
 
 
@@ -163,14 +166,13 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("checkpoints/step_*"))
 
 
-def best_checkpoint(folder: Path) -> Path | None:
+def best_checkpoint(run) -> Path | None:
     """Returns the checkpoint with the highest eval/reward, the first of equals.
 
     Without an evaluation it is the latest one, without a checkpoint None."""
-    rewards = logged(folder, "eval/reward")
-    saved = {int(path.name.removeprefix("step_")): path for path in checkpoints(folder)}
-    evaluated = [step for step in saved if step in rewards]
-    step = max(evaluated, key=rewards.get, default=max(saved, default=None))
+    saved = {int(path.name.removeprefix("step_")): path for path in checkpoints(run.folder)}
+    evaluated = [step for step in saved if step in run.evals]
+    step = max(evaluated, key=run.evals.get, default=max(saved, default=None))
     return saved.get(step)
 
 
@@ -191,8 +193,8 @@ def resume(run, checkpoint: Path, state: dict, changed: list[str]):
         learner.n_updates = state["updates"][name]
     run.log.say(f"resuming after step {run.done}")
     run.log.write_about()
-    rewards = on_main(logged, run.folder, "eval/reward")
-    if run.done in rewards and run.args.goal_reached({"eval/reward": rewards[run.done]}):
+    run.evals = on_main(logged, run.folder, "eval/reward")
+    if run.args.goal_reached({"eval/reward": run.evals.get(run.done, -math.inf)}):
         run.args.num_steps = run.done  # --stop_at_reward has stopped it here
 
 
@@ -240,11 +242,40 @@ def save_policy(run, folder: Path):
         for name, parameter in model.named_parameters()
         if ".lora_" in name
     }
-    on_main(_write_policy, folder, model, run.processor or run.tokenizer, weights, adapter)
+    tokenizer = run.processor or run.tokenizer
+    on_main(_write_policy, folder, model, tokenizer, weights, adapter, model_card(run))
 
 
-def _write_policy(folder, model, tokenizer, weights, adapter):
-    """Writes a model with these weights, its adapter if it has one, and its tokenizer.
+def model_card(run) -> str:
+    """Returns the README.md of a trained policy: its base, task, command and last rewards."""
+    args = run.args
+    metadata = ["library_name: transformers"]
+    if not os.path.isdir(args.model):  # a name on the hub
+        metadata.append(f"base_model: {args.model}")
+    rewards = []
+    for title, name in ("training", "reward/mean"), ("evaluation", "eval/reward"):
+        values = logged(run.folder, name)
+        if values:
+            rewards.append(f"- {title}: {values[max(values)]:.3f} at step {max(values)}")
+    lines = [
+        "---",
+        *metadata,
+        "---",
+        f"# {Path(args.model).name}, trained on {Path(args.task).stem}",
+        "",
+        f"{run.done} steps of `--algo {args.algo}` by flatrl, from `{args.model}`:",
+        "",
+        f"    {shlex.join(sys.argv)}",
+        "",
+        "Mean rewards:",
+        "",
+        *rewards,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _write_policy(folder, model, tokenizer, weights, adapter, card):
+    """Writes a model with these weights, its adapter if it has one, its tokenizer and its card.
 
     They take the place of an earlier policy at the end. Raises BadInput with what the libraries
     raise."""
@@ -261,5 +292,9 @@ def _write_policy(folder, model, tokenizer, weights, adapter):
             model.peft_config["default"].save_pretrained(temporary / "adapter")
             save_file(adapter, temporary / "adapter" / "adapter_model.safetensors")
         tokenizer.save_pretrained(temporary)
+        readme = temporary / "README.md"
+        readme.write_text(card)
+        for path in temporary.rglob("*.safetensors"):  # which only their owner may read
+            path.chmod(readme.stat().st_mode)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)

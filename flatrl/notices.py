@@ -1,6 +1,9 @@
 """What a run tells its user besides the table: three lines at the start, two at the end, rollouts
 that failed, and steps that taught nothing."""
 
+import shlex
+import sys
+
 import torch.distributed as dist
 
 from agent_loop import AgentLoopOutput, total_reward
@@ -73,8 +76,8 @@ class Notices(Listener):
         if page.is_file():
             ways.append(f"report: {page}")
         if final.is_dir():
-            flags = f"--num_steps 0 --model {final} --output_dir {folder}-eval"
-            ways.append(f"evaluate: the same command with {flags}")
+            more = ["--num_steps", "0", "--model", f"{final}", "--output_dir", f"{folder}-eval"]
+            ways.append(f"evaluate: accelerate launch {shlex.join([*sys.argv, *more])}")
         elif any(folder.glob("checkpoints/step_*")):
             ways.append("continue: the same command with --resume")
         if ways:

@@ -83,7 +83,7 @@ def make_run(folder: Path, **flags):
     bias.step()
     learner = Part(net=net, optimizers=[matrix, bias], n_updates=1)
     return Part(
-        args=args, folder=folder, learners={"policy": learner}, done=0, saved=0,
+        args=args, folder=folder, learners={"policy": learner}, done=0, saved=0, evals={},
         pool=Part(next_prompt=lambda done: 1), log=SilentLog(), kl=Part(coef=0.1),
         history=[[7, 0, 1.0], [5, 0, 0.5]], task=Part(sampler=min), estimator_state={},
         kept={"kl_coef": 0.5, "estimator": {1: 2.5}})  # fmt: skip
@@ -106,7 +106,7 @@ def test_the_latest_checkpoints_and_the_best_are_kept_and_half_ones_removed(
     save(run, 1, 2)
     folder = tmp_path / "checkpoints"
     assert names(folder) == ["step_000002"]
-    write_rewards(tmp_path, {2: 0.5, 4: 0.5, 5: 0.25})  # the first of equals is the best
+    run.evals = {2: 0.5, 4: 0.5, 5: 0.25}  # the first of equals is the best
     (folder / ".step_000003").mkdir()  # a kill has left it
     save(run, 4, 5)
     assert names(folder) == ["step_000002", "step_000005"]

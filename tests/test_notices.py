@@ -34,7 +34,8 @@ def sampled(n: int, **attributes) -> list:
     ]
 
 
-def test_three_lines_at_the_start_and_two_at_the_end(log):
+def test_three_lines_at_the_start_and_two_at_the_end(log, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--task", "my task.py"])
     log.args = Args(model="m", task="t.py", num_steps=9, epochs=2, lr=0.5, dtype="float32")
     log.steps_done = 4
     rows = {"train": [{}] * 2, "val": [{}]}
@@ -50,8 +51,8 @@ def test_three_lines_at_the_start_and_two_at_the_end(log):
     (log.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (log.folder / "final").mkdir()
     notices.close()
-    final = f"evaluate: the same command with --num_steps 0 --model {log.folder}/final"
-    final += f" --output_dir {log.folder}-eval"
+    final = "evaluate: accelerate launch train.py --task 'my task.py' --num_steps 0 "
+    final += f"--model {log.folder}/final --output_dir {log.folder}-eval"
     assert log.said == ["reward 0.500 -> 0.625, best 0.750 at step 2", final]
 
 

@@ -237,7 +237,7 @@ def test_rollout_only_writes_what_replay_trains_on(train_here, tmp_path):
 
 def test_a_model_is_evaluated_and_teaches_another(train_here, tmp_path):
     teacher, judged, student = (tmp_path / name for name in ("teacher", "judged", "student"))
-    flags = ["--num_steps", "2", "--eval_every", "1", "--save_every", "1", "--lr", "0.01"]
+    flags = ["--num_steps", "2", "--eval_every", "1", "--save_every", "9", "--lr", "0.01"]
     flags += ["--keep_checkpoints", "1", "--eval_samples", "3", "--output_dir", teacher]
     printed = train_here(*TINY, *flags)
     rows = metrics_of(teacher)
@@ -251,6 +251,11 @@ def test_a_model_is_evaluated_and_teaches_another(train_here, tmp_path):
     assert lines(teacher / "rollouts/eval_000000.jsonl") == 3 * 8
 
     final = teacher / "final"
+    card = (final / "README.md").read_text()
+    assert f"- evaluation: {rows[-1]['eval/reward']:.3f} at step 2" in card
+    assert "trained on tiny_task" in card and "2 steps of `--algo grpo`" in card
+    modes = {path.stat().st_mode for path in (*final.iterdir(), teacher / "metrics.jsonl")}
+    assert len(modes) == 1  # the umask's
     judge = [*TINY, "--num_steps", "0", "--model", final, "--output_dir"]
     printed = train_here(*judge, judged)
     (row,) = metrics_of(judged)
@@ -390,6 +395,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
 @pytest.mark.parametrize("flags, said", [
     (dict(prompts_per_mini_batch=5), "must be a multiple of --prompts_per_mini_batch 5"),
     (dict(algo="rloo", group_size=1), "--adv_estimator rloo compares the"),
+    (dict(algo="ppo", adv_estimator="grpo"), "would train no critic"),
     (dict(algo="opd"), "--reward_coef 0 (--algo opd) learns from the KL to a teacher"),
     (dict(kl_coef=0.1, kl_kind="k1"), "--kl_kind k1 teaches nothing as a loss"),
     (dict(engine_args='{"tensor_parallel_size": 2}'), "can't be set here: it is a flag"),
