@@ -67,21 +67,22 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     AgentLoopOutput.metrics (rollout/*), are summed over a rollout's outputs; num_turns and the
     stop reason are those of its last one. prompt_length is that of its first one.
 
-    units: data.by_unit of the outputs. Rewards are those of units; reward/NAME is the mean of
+    units: data.by_unit of the outputs. Rewards are those of units; unit_reward/NAME is the mean of
     the units with this name. reward_part/*: the further keys of a reward dict."""
     rollouts = grouped(map(rollout_of, outputs), outputs).values()
     n = len(rollouts)
     rewards = units.task_rewards.tolist()
     prompt_lengths = [len(first.prompt_ids) for first, *_ in rollouts]
-    response_lengths = []
-    for rollout in rollouts:
-        lengths = [len(output.response_ids) for output in rollout]
-        response_lengths.append(sum(lengths))
+    response_lengths = [sum(len(output.response_ids) for output in each) for each in rollouts]
     num_turns = [last.num_turns for *_, last in rollouts]
     stop_reasons = Counter(last.stop_reason for *_, last in rollouts)
     result = {f"stop_reason/{reason}": count / n for reason, count in stop_reasons.items()}
 
-    sums = [_summed_metrics(rollout) for rollout in rollouts]
+    sums = []
+    for rollout in rollouts:
+        sums.append(Counter())
+        for output in rollout:
+            sums[-1].update(numeric_entries(output.metrics))
     for name in ("generate_s", "tool_s"):
         seconds = [of_rollout.pop(name, 0.0) for of_rollout in sums]
         result[f"timing/{name}_min"] = min(seconds)
@@ -111,19 +112,10 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     rewards_of_name.pop("", None)
     if len(rewards_of_name) <= MAX_LOGGED_UNITS:
         for name, values in rewards_of_name.items():
-            result[f"reward/{name}"] = fmean(values)
-    mean_parts = means(parts_of_units(outputs))
-    for name in sorted(mean_parts):
-        result[f"reward_part/{name}"] = mean_parts[name]
+            result[f"unit_reward/{name}"] = fmean(values)
+    for name, value in sorted(means(parts_of_units(outputs)).items()):
+        result[f"reward_part/{name}"] = value
     return {name: float(value) for name, value in result.items()}
-
-
-def _summed_metrics(rollout: Outputs) -> Counter:
-    """Returns the numbers in the metrics of a rollout's outputs, added up."""
-    sums = Counter()
-    for output in rollout:
-        sums.update(numeric_entries(output.metrics))
-    return sums
 
 
 def parts_of_units(outputs: Outputs) -> list[dict[str, float]]:
@@ -150,9 +142,9 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
     result = {"eval/trajectories": int(statistics["rollout/trajectories"])}
     for name in ("reward", "response_length", "num_turns"):
         result[f"eval/{name}"] = statistics[f"{name}/mean"]
-    for name in set(units.names):
-        if f"reward/{name}" in statistics:
-            result[f"eval/{name}/reward"] = statistics[f"reward/{name}"]
+    for name, value in statistics.items():
+        if name.startswith(("unit_reward/", "reward_part/")):
+            result[f"eval/{name}"] = value
 
     rewards = units.task_rewards.tolist()
     prompts = units.prompts.tolist()  # in an evaluation these are the rows' numbers
@@ -162,17 +154,14 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
         for source, values in rewards_of_source.items():
             result[f"eval/{source}/reward"] = fmean(values)
 
-    rewards_of_row = grouped(prompts, rewards)
-    row_means = [fmean(values) for values in rewards_of_row.values()]
+    row_means = [fmean(values) for values in grouped(prompts, rewards).values()]
     n_rows = len(row_means)
     deviation = np.std(row_means, ddof=min(1, n_rows - 1))
     result["eval/reward_stderr"] = float(deviation) / n_rows**0.5
 
-    groups = units.groups.tolist()
     passed = (units.outcomes >= 1).tolist()
-    passes = grouped(groups, passed).values()
-    most = max(map(len, passes))
-    for j in range(1, most + 1):
+    passes = grouped(units.groups.tolist(), passed).values()
+    for j in range(1, max(map(len, passes)) + 1):
         chances = [pass_at(j, passed) for passed in passes if len(passed) >= j]
         result[f"eval/pass@{j}"] = fmean(chances)
     return result

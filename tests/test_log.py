@@ -95,7 +95,7 @@ def evaluation(scores: list[list], rows: list[dict]) -> dict[str, float]:
 
 def test_an_evaluation_of_several_samples_a_row():
     """pass@j against all subsets of j rollouts; a row that lost a rollout counts below that j."""
-    scores = [[1.0, 0.5, 0.0, 2.0], [0.0] * 4, [{"score": 1.0}, 0.0, 0.99], [1.0] * 4]
+    scores = [[1.0, 0.5, 0.0, 2.0], [0.0] * 4, [{"score": 1.0, "form": 0.5}, 0.0, 0.99], [1.0] * 4]
     rows = [{"data_source": name} for name in ("gsm8k", "math", "gsm8k", "math")]
     got = evaluation(scores, rows)
     passed = [[1, 0, 0, 1], [0] * 4, [1, 0, 0], [1] * 4]
@@ -109,7 +109,7 @@ def test_an_evaluation_of_several_samples_a_row():
     assert got["eval/reward"] == pytest.approx((3.5 + 0 + 1.99 + 4) / 15)
     assert got["eval/trajectories"] == 15
     assert got["eval/gsm8k/reward"] == pytest.approx((3.5 + 1.99) / 7)
-    assert got["eval/math/reward"] == 0.5
+    assert got["eval/math/reward"] == got["eval/reward_part/form"] == 0.5
     of_rows = [3.5 / 4, 0, 1.99 / 3, 1]
     assert got["eval/reward_stderr"] == pytest.approx(statistics.stdev(of_rows) / 2)
     assert got["eval/response_length"] == 2

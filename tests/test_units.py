@@ -170,7 +170,7 @@ def test_units_of_games():
     assert units.unit_of_row.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
     assert units.groups[0] == units.groups[2] != units.groups[1] == units.groups[3]
     assert units.prompts.tolist() == [0] * 4 and units.response_lengths.tolist() == [4] * 4
-    assert describe(GAMES, units)["reward/x"] == 0
+    assert describe(GAMES, units)["unit_reward/x"] == 0
 
 
 def test_siblings_of_a_tree_are_compared_with_each_other_alone():
@@ -183,7 +183,7 @@ def test_siblings_of_a_tree_are_compared_with_each_other_alone():
     assert advantages_of(outputs, adv_estimator="drgrpo") == [0.5, -0.5, -0.25, 0, 0, 0.25]
     metrics = describe_eval(outputs, data.by_unit(outputs), [{}])
     assert metrics["eval/reward"] == pytest.approx((1 + 0.5 + 2 + 1) / 6)
-    assert metrics["eval/trunk/reward"] == 0.75
+    assert metrics["eval/unit_reward/trunk"] == 0.75
     assert metrics["eval/pass@1"] == pytest.approx((0.5 + 1 + 0.5) / 3)
     assert metrics["eval/pass@2"] == 1
 
