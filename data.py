@@ -72,8 +72,8 @@ BL = Annotated[Tensor, "B L"]  # outputs x tokens of prompt and response, right-
 def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleType:
     """Imports a task file and returns the module. It may import modules from its own folder.
 
-    needs: names of functions that it must define. Raises BadInput if it can't be imported, or
-    does not define them."""
+    needs: names of functions that it must define; group_reward may stand for reward. Raises
+    BadInput if it can't be imported, or does not define them."""
     file = Path(path)
     need(file.is_file() and file.suffix == ".py", f"--task {path}: no such Python file")
     name = f"task_{file.stem}"
@@ -86,10 +86,13 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
     with refusing(f"--task {path} does not import", str(file)):
         spec.loader.exec_module(module)
     for name in needs:
+        if name == "reward" and hasattr(module, "group_reward"):
+            name = "group_reward"
         need(
             callable(getattr(module, name, None)),
             f"--task {path} has no function {name}: a task file defines load(split), "
-            "reward(output, row) and, unless --model gives the model, build_model(path)",
+            "reward(output, row) or group_reward(outputs, rows) and, unless --model gives the "
+            "model, build_model(path)",
         )
     return module
 

@@ -70,7 +70,7 @@ from flatrl.processes import (
 )
 from flatrl.rows import copy_row
 from flatrl.shared_state import check_refused
-from flatrl.units import rollout_of
+from flatrl.units import last_outputs, rollout_of, unit_of
 from flatrl.vision import check_images, merge_images
 from flatrl.vllm_engine import (
     keep_loaded,
@@ -585,7 +585,7 @@ class Rollouts:
 # ---------------------------------------------------------------- one rollout: loop, then reward
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """One rollout of a prompt's group: its identity and its options."""
 
@@ -761,24 +761,24 @@ def complete_output(output: AgentLoopOutput, segment: int, tokenizer, member: Me
 REWARD_FIELDS = ("reward", "turn_rewards", "metrics")  # fields of an output that a reward may write
 
 
-async def grade_rollout(run, outputs: list[AgentLoopOutput], row: dict):
+async def grade_rollout(run, outputs: list[AgentLoopOutput], row: dict, reward=None):
     """Sets the rewards of a rollout's outputs, see `set_rewards`, in REWARD_TIMEOUT seconds.
 
     run: train.Run. row: a copy, which the reward function may change."""
     name = f"the reward of prompt {outputs[0].extra['prompt']}"
-    await in_time(name, REWARD_TIMEOUT, set_rewards(run.task, outputs, row))
+    await in_time(name, REWARD_TIMEOUT, set_rewards(run.task, outputs, row, reward))
     if "states" in run.args.estimator_takes:
         # Raises if states and turns differ in number: now, so that it costs this rollout alone.
         batch = data.make_batch(outputs)
         data.turn_states(outputs, data.turns_of_units(batch))
 
 
-async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dict):
+async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dict, reward=None):
     """Sets the terminal reward of each unit of a rollout, the same for all its outputs.
 
     It is the reward of the unit's last output, if the loop set one. Otherwise the task's reward
-    function is called with that output. It may also write to output.turn_rewards and
-    output.metrics. Raises ValueError
+    function, or `reward` in its place, is called with that output. It may also write to
+    output.turn_rewards and output.metrics. Raises ValueError
       - if a reward is not finite, or a turn's reward is at no token,
       - if an earlier output of a unit has another reward, which would be ignored,
       - if a unit is in two groups,
@@ -800,13 +800,13 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
                     f"the outputs of unit {unit!r} are in the groups {output.group!r} and "
                     f"{last.group!r}: a unit has one"
                 )
-        reward = last.reward
-        if reward is None:
-            reward = await call(task.reward, last, row)
+        value = last.reward
+        if value is None:
+            value = await call(reward or task.reward, last, row)
             check_refused()
-        reward = _checked_reward(reward, row, getattr(task, "__file__", "the task"))
+        value = _checked_reward(value, row, getattr(task, "__file__", "the task"))
         for output in outputs_of_unit:
-            output.reward = reward
+            output.reward = value
 
     for output in outputs:
         # Indexing a range allows -1 for the last token, and raises if the index is too large.
@@ -815,6 +815,22 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
             (positions[index], checked_number(value, "a turn's reward"))
             for index, value in output.turn_rewards
         ]
+
+
+async def group_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dict) -> dict:
+    """Returns what the task's `group_reward` gives the units of a prompt, by `unit_of`.
+
+    It is called once, with the last output of each unit that the loop gave no reward, in the order
+    of the rollouts, and with a copy of the row for each. Raises ValueError if it returns more or
+    fewer rewards."""
+    judged = [output for output in last_outputs(outputs) if output.reward is None]
+    if not judged:
+        return {}
+    rows = [copy_row(row) for _ in judged]
+    rewards = [*await call(task.group_reward, [*judged], rows)]
+    if len(rewards) != len(judged):
+        raise ValueError(f"group_reward returned {len(rewards)} rewards for {len(judged)} outputs")
+    return dict(zip(map(unit_of, judged), rewards))
 
 
 def _checked_reward(reward, row, file):
@@ -827,7 +843,7 @@ def _checked_reward(reward, row, file):
         float(score)
     except Exception as error:  # of any type, from an array or a class of the user
         raise BadReward(
-            f"{file}: reward returned {reward!r:.80} for the row with index {row.get('index')}: "
+            f"{file}: its reward is {reward!r:.80} for the row with index {row.get('index')}: "
             'return a number (0 for a wrong answer), or a dict with one under "score"; to leave a '
             "rollout out, raise an error"
         ) from error
@@ -878,6 +894,7 @@ class Pool:
         self.engine = self.run.engine
         # Shared by the ranks.
         self.store = dist.PrefixStore(f"{self.kind}-{self.step:08d}", self.run.store)
+        self.judges_groups = hasattr(self.run.task, "group_reward")
         self.n_members = self.group_size + self.greedy
         self.n_engines = dist.get_world_size() // self.args.tp
         self.first_of_batch = self.first_of_next_batch
@@ -887,7 +904,7 @@ class Pool:
         self.free_slots = asyncio.Semaphore(self._slots())  # for rollouts
         # The Rollouts of each prompt on this rank. The main thread takes those that have ended.
         self.groups = {}
-        self.unfinished = {}  # prompt -> how many rollouts of its group have not ended
+        self.unfinished = set()  # the prompts with a rollout that has not ended
         self.n_without_signal = 0  # such groups in the batches so far, over all ranks
         self.printed = set()  # kinds of failures
         # Of this rank, for the next batch.
@@ -963,11 +980,11 @@ class Pool:
     async def _start_group(self, prompt: int):
         """Starts the rollouts of a prompt. The caller has acquired room for the first one."""
         demonstration = self.demonstration(prompt)
-        n_members = 1 if demonstration else self.n_members
         group = Rollouts()
         self.groups[prompt] = group
-        self.unfinished[prompt] = n_members
-        for sample in range(n_members):
+        self.unfinished.add(prompt)
+        running = {}  # member -> the task of its rollout
+        for sample in range(1 if demonstration else self.n_members):
             if sample > 0:
                 await self.free_slots.acquire()
             member = Member(
@@ -980,56 +997,74 @@ class Pool:
                 demonstration=demonstration,
             )
             self.engine.enter(member.name)
-            self.tasks.create_task(self._run_member(group, member))
+            running[member] = self.tasks.create_task(self._run_member(group, member))
+        self.tasks.create_task(self._end_group(prompt, group, running))
 
-    async def _run_member(self, group: Rollouts, member: Member):
-        """Runs one rollout, adds its outputs or its error to the group, and starts its grader.
+    async def _run_member(self, group: Rollouts, member: Member) -> list[AgentLoopOutput]:
+        """Runs one rollout, and adds compact copies of its outputs, or its error, to the group.
 
-        The group's last rollout ends the group. Raises only if the pool is ended."""
+        The copies get their rewards later, in `_has_no_signal` and `wait_for_rewards`. Returns the
+        outputs, which are graded, [] if there are none. Raises only if the pool is ended."""
         try:
             # The row is read in here, as a bad one of a large table raises.
             row = copy_row(self.row_of(member.prompt))
             outputs = await run_agent_loop(self.run, member, row, self.sampling)
-            if outputs:
-                self._start_grader(group, member, outputs)
-            else:
-                group.skipped += 1
+            kept = [compact(output) for output in outputs]
         except BaseException as error:  # a CancelledError, too, that the agent itself caused
             if self.future.cancelled():
                 raise
             group.errors.append(self._failure("failed_agent_loop", member, error))
+            return []
         finally:
             self.engine.leave(member.name)
             self.free_slots.release()
 
-        self.unfinished[member.prompt] -= 1
-        if not self.unfinished[member.prompt]:
-            del self.unfinished[member.prompt]
-            state = DONE
-            if not member.demonstration and await self._has_no_signal(group):
-                state = NO_SIGNAL
-                self.store.add("no_signal", 1)
-            # "ended" is counted last: a rank that sees it grow finds the rest in the store.
-            self.store.add(str(member.prompt), state)
-            self.store.add("ended", 1)
-            self.engine.poke()
-
-    def _start_grader(self, group: Rollouts, member: Member, outputs: list[AgentLoopOutput]):
-        """Adds compact copies of the outputs to the group, and starts a grader of the outputs.
-
-        The copies get their rewards later, in `_has_no_signal` and `wait_for_rewards`."""
-        kept = [compact(output) for output in outputs]
         for output in kept:
             output.reward = None
         group.outputs += kept
-        grader = self.tasks.create_task(self._grade(member, outputs))
+        if not outputs:
+            group.skipped += 1
+        elif not self.judges_groups:
+            self._start_grader(group, member, outputs)
+        return outputs
+
+    async def _end_group(self, prompt: int, group: Rollouts, running: dict[Member, asyncio.Task]):
+        """Waits for the rollouts of a prompt, has them judged together if the task does that, and
+        records that the group has ended."""
+        outputs_of = dict(zip(running, await asyncio.gather(*running.values())))
+        self.unfinished.remove(prompt)
+        if self.judges_groups and group.outputs:
+            outputs = [output for of_member in outputs_of.values() for output in of_member]
+            row = self.row_of(prompt)
+            # Not one of self.tasks, which its failure would end. Graders await it, and report that.
+            judged = asyncio.create_task(group_rewards(self.run.task, outputs, row))
+
+            async def reward(output, row):
+                return (await judged)[unit_of(output)]
+
+            for member, of_member in outputs_of.items():
+                if of_member:
+                    self._start_grader(group, member, of_member, reward)
+
+        state = DONE
+        if not self.demonstration(prompt) and await self._has_no_signal(group):
+            state = NO_SIGNAL
+            self.store.add("no_signal", 1)
+        # "ended" is counted last: a rank that sees it grow finds the rest in the store.
+        self.store.add(str(prompt), state)
+        self.store.add("ended", 1)
+        self.engine.poke()
+
+    def _start_grader(self, group, member, outputs, reward=None):
+        """Starts a grader of a rollout's outputs. reward: as `set_rewards` takes it."""
+        grader = self.tasks.create_task(self._grade(member, outputs, reward))
         group.graders[member.prompt, member.sample] = grader
 
-    async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> list[dict] | dict:
+    async def _grade(self, member, outputs, reward) -> list[dict] | dict:
         """Returns the fields REWARD_FIELDS of each output or, if the reward failed, an error."""
         try:
             row = copy_row(self.row_of(member.prompt))
-            await grade_rollout(self.run, outputs, row)
+            await grade_rollout(self.run, outputs, row, reward)
         except BaseException as error:
             if self.future.cancelled():
                 raise

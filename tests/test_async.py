@@ -217,8 +217,19 @@ def versions(rollouts: Rollouts) -> list[tuple[int, int]]:
     return [(of[0], of[-1]) for of in found]
 
 
-def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(make_run, models):
+@pytest.mark.parametrize("judges", [False, True])
+def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(
+    make_run, models, judges
+):
     task = Task()
+    judged = []  # (the prompt of each output, the version of the weights)
+
+    def group_reward(outputs, rows):
+        judged.append(([output.extra["prompt"] for output in outputs], run.engine.version))
+        return [row["index"] for row in rows]
+
+    if judges:
+        task.group_reward = group_reward
     run = make_run(task)
     # Capacity is (1 + 1) * 2: prompts 0 to 3. 0 is waited for, although 1 and 2 are done.
     task.gates[0, MIDDLE] = lambda: run.ended() == 2
@@ -232,6 +243,8 @@ def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(make_
     assert prompts(second) == [2, 3]
     assert versions(second) == [(0, 0), (0, 0), (0, 1), (0, 1)]
 
+    if judges:  # when its group is complete, whatever the step
+        assert sorted(judged) == [([0] * 2, 0), ([1] * 2, 0), ([2] * 2, 0), ([3] * 2, 1)]
     assert run.pool.next_prompt(2) == 4 and run.pool.next_prompt(1) == 2
     for rollouts in (first, second):
         assert not +rollouts.lost

@@ -11,12 +11,12 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import generate, make_run, output_of
+from conftest import TINY, generate, make_run, metrics_of, output_of, rollouts_of
 from transformers import AutoModelForCausalLM
 
 import data
 from agent_loop import AgentLoopBase, register
-from flatrl.bad_input import BadReward
+from flatrl.bad_input import BadReward, NothingLeft
 from flatrl.compact import compact
 from rollout import Engine, rollout, training_pool, wait_for_rewards
 
@@ -124,7 +124,7 @@ def awake(engine, background, tokenizer, args, tiny_model):
     """Makes a run whose engine is awake."""
 
     def awake(reward, version=0, **flags):
-        task = types.SimpleNamespace(reward=reward)
+        task = types.SimpleNamespace(reward=reward) if callable(reward) else reward
         run = make_run(engine, background, task, tokenizer, dataclasses.replace(args, **flags))
         wake(engine, hf_model(tiny_model), version)
         return run
@@ -134,10 +134,11 @@ def awake(engine, background, tokenizer, args, tiny_model):
 
 @pytest.fixture
 def play(awake, engine):
-    """Rolls out rows with a reward function."""
+    """Rolls out rows with a reward function, or a task."""
 
-    def play(reward, rows, group_size=1, step=0, **flags):
-        rollouts = rollout(awake(reward, **flags), rows, step, group_size, {"temperature": 1.0})
+    def play(reward, rows, group_size=1, step=0, kind="train", **flags):
+        run = awake(reward, **flags)
+        rollouts = rollout(run, rows, step, group_size, {"temperature": 1.0}, kind)
         engine.sleep()
         return rollouts
 
@@ -300,3 +301,123 @@ def test_user_code_draws_numbers_of_its_step_and_rank(play, monkeypatch):
     assert drawn(2) == first
     for other in others:
         assert all(a != b for a, b in zip(first, other))
+
+
+@register("test_members")
+class Members(TwoTurns):
+    """row["members"] says what each of them does: two sides are units a and b."""
+
+    async def run(self, sampling_params, **row):
+        what = row["members"][row["rollout_n"]]
+        output = await super().run(sampling_params, **row | {"extra": what})
+        if what == "own":
+            output.reward = 0.5
+        if what == "sides":
+            return [dataclasses.replace(output, unit=unit) for unit in "aba"]
+        return output
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_a_group_is_judged_together_once(play, kind):
+    calls = {}
+
+    def judge(outputs, rows):
+        assert [row["index"] for row in rows] == [rows[0]["index"]] * len(outputs)
+        index = rows[0]["index"]
+        assert index not in calls
+        calls[index] = [(output.extra["sample"], output.extra["segment"]) for output in outputs]
+        outputs[0].metrics["judged"] = 1
+        if index == 4:
+            raise RuntimeError("the judge broke")
+        values = [{"score": place, "of": len(outputs)} for place in range(len(outputs))]
+        if index == 5:
+            values[1] = math.nan
+        return values[: 2 if index == 3 else None]
+
+    async def slow(outputs, rows):
+        await asyncio.sleep(0.01)
+        return torch.arange(len(outputs)) if rows[0]["index"] == 6 else judge(outputs, rows)
+
+    members = [
+        ["x", "raise", "x", "list"],
+        ["x", "own", "x", "skip"],
+        ["sides", "sides", "x", "raise"],
+        *[["x"] * 4] * 4,
+        ["own", "skip", "raise", "own"],
+    ]
+    rows = make_rows(*["x"] * len(members), agent="test_members")
+    for row, of_row in zip(rows, members):
+        row["members"] = of_row
+    task = types.SimpleNamespace(group_reward=judge if kind == "train" else slow)
+    if kind == "train":
+        rows[6:7] = []  # the result of `slow` is a tensor
+    rollouts = play(task, rows, group_size=4, kind=kind)
+
+    everyone = [(sample, 0) for sample in range(4)]
+    assert {index: calls[index] for index in range(6)} == {
+        0: [(0, 0), (2, 0), (3, 1)],
+        1: [(0, 0), (2, 0)],
+        2: [(0, 2), (0, 1), (1, 2), (1, 1), (2, 0)],
+        **dict.fromkeys((3, 4, 5), everyone),
+    }
+    assert 7 not in calls  # all that are left have rewards of their own
+    rewards = {}
+    for output in rollouts.outputs:
+        reward = output.reward
+        of_prompt = rewards.setdefault(output.extra["index"], [])
+        of_prompt.append(reward["score"] if isinstance(reward, dict) else reward)
+    tensors = {6: [0, 1, 2, 3]} if kind == "eval" else {}
+    assert rewards == tensors | {
+        0: [0, 1, 2, 2],
+        1: [0, 0.5, 1],
+        2: [0, 1, 0, 2, 3, 2, 4],
+        5: [0, 2, 3],
+        7: [0.5, 0.5],
+    }
+    assert rollouts.outputs[0].reward["of"] == 3 and rollouts.outputs[0].metrics["judged"] == 1
+    assert rollouts.outputs[1].metrics.get("judged") is None
+    assert +rollouts.lost == {"failed_agent_loop": 3, "skipped": 2, "failed_reward": 9}
+    said = " ".join(error["error"] for error in rollouts.errors)
+    assert said.count("group_reward returned 2 rewards for 4 outputs") == 4
+    assert said.count("the judge broke") >= 4
+
+
+@pytest.mark.parametrize("values", [lambda outputs, rows: None, lambda outputs, rows: [None]])
+def test_a_judge_that_returns_no_numbers_ends_the_run(play, values):
+    task = types.SimpleNamespace(group_reward=values)
+    with pytest.raises((BadReward, NothingLeft), match="NoneType|its reward is None"):
+        play(task, make_rows("x"))
+
+
+JUDGE = """
+from tests.tiny_task import *
+del reward
+
+
+async def group_reward(outputs, rows):
+    digits = [sum(c.isdigit() for c in output.text) for output in outputs]
+    return [sum(other < own for other in digits) / len(digits) for own in digits]
+"""
+
+
+def test_a_judged_run_resumes_and_does_not_depend_on_micro_batches(train_here, tmp_path):
+    task = tmp_path / "judged.py"
+    task.write_text(JUDGE)
+    flags = [*TINY, "--task", task, "--num_steps", 2, "--deterministic", "--save_every", 1]
+    flags += ["--eval_every", 1, "--eval_samples", 4, "--eval_sampling_args", '{"temperature": 1}']
+    flags += ["--max_gen_batches", 2, "--output_dir"]
+    train_here(*flags, tmp_path / "whole")
+    train_here(*flags, tmp_path / "small", "--tokens_per_micro_batch", 96)
+    train_here(*flags, tmp_path / "resumed", "--num_steps", 1)
+    train_here(*flags, tmp_path / "resumed", "--resume")
+    whole, small, resumed = (metrics_of(tmp_path / name) for name in ("whole", "small", "resumed"))
+    assert [row["step"] for row in whole] == [0, 1, 2] and whole == resumed
+    for rows in zip(whole, small):
+        for row in rows:
+            row.pop("batch/unique_tokens", None)  # differs
+        assert rows[0] == pytest.approx(rows[1], rel=1e-4, abs=1e-7)
+    lines = rollouts_of(tmp_path / "small", 2)
+    for group in zip(*[iter(lines)] * 4):
+        digits = [sum(c.isdigit() for c in line["text"]) for line in group]
+        places = [sorted(digits).index(own) / 4 for own in digits]
+        assert [line["reward"] for line in group] == places
