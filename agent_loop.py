@@ -57,6 +57,7 @@ from flatrl.chat_template import (  # noqa: F401
     with_template_variables,
 )
 from flatrl.compact import Numbers, compact
+from flatrl.routes import encode_routes, join_routes
 from flatrl.tools import (
     RefusedCallError,
     Signature,
@@ -148,6 +149,7 @@ class TokenOutput:
     versions: list[int]
     stop_reason: str  # "stop" | "length" | "abort"
     prompt_ids: list[int]
+    routes: Any = None  # with --router_replay those of prompt and tokens: see flatrl/routes.py
 
 
 # "abort": the engine gave up, or a loop went on after its demonstration. "error": never set here,
@@ -341,6 +343,7 @@ class Trajectory:
         self.response_mask = Numbers("b")
         self.response_logprobs = Numbers("d")
         self.response_versions = Numbers("i")
+        self.routes = None  # only with --router_replay
 
     def copy(self) -> "Trajectory":
         """Returns a copy with lists of its own; messages and images are shared."""
@@ -362,6 +365,7 @@ class Trajectory:
 
         trained=False (mask 0): for constrained decoding, whose logprobs are not the policy's."""
         self.assistant_turns += 1
+        self.routes = join_routes(self.routes, out.routes)
         if not trained:
             self.add_given(out.token_ids)
             return
@@ -439,6 +443,8 @@ class Trajectory:
         *earlier, before = self.finished
         names = ("reward", "metrics", "extra", "stop_reason")
         ended = {name: getattr(last, name) for name in names}
+        of_before = before.extra.keys() & {"routes"}
+        ended["extra"] |= {name: before.extra[name] for name in of_before}
         end = len(before.response_ids) - 1
         rewards = before.turn_rewards + [(end, reward) for _, reward in last.turn_rewards]
         return [*earlier, replace(before, turn_rewards=rewards, **ended)]
@@ -458,7 +464,7 @@ class Trajectory:
             stop_reason=self.stop_reason,
             metrics=dict(self.metrics),
             images=list(self.images),
-            extra=dict(self.extra),
+            extra=self.extra | encode_routes(self.routes),
             unit=self.unit,
             group=self.group,
         )

@@ -52,6 +52,7 @@ from flatrl.hints import told_outputs, told_prompt
 from flatrl.launch import Bar
 from flatrl.metrics import grouped, parts_of_units
 from flatrl.processes import on_main
+from flatrl.routes import decode_routes
 from flatrl.rows import (
     as_text,
     check_demonstration,
@@ -342,6 +343,8 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         images             B lists of PIL images, in which equal images are one object
         prefix_ids         (B, L) input_ids in which different images have different placeholders
                            (`same_images`), so that equal prefixes have equal images
+    If an output has extra["routes"] (--router_replay):
+        routes             B tensors of small integers, (tokens, layers, k) each, or None
     If an output has extra["told_prompt_ids"] (--hints):
         hinted             a dict like this one, for the same outputs with these prompts"""
 
@@ -376,6 +379,9 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     hinted = told_outputs(outputs)
     if hinted:
         tensors["hinted"] = collate(hinted, image_token_id)
+    found = [decode_routes(output.extra) for output in outputs]
+    if any(of_output is not None for of_output in found):
+        tensors["routes"] = found
     return tensors
 
 

@@ -446,7 +446,8 @@ class Engine:
         if reason not in ("stop", "length"):
             reason = "abort"
         logprobs = [*completion.logprobs.logprobs]
-        return TokenOutput(token_ids, logprobs, request.versions, reason, prompt_ids)
+        routes = getattr(completion, "routed_experts", None)  # with --router_replay
+        return TokenOutput(token_ids, logprobs, request.versions, reason, prompt_ids, routes)
 
     def abort_all(self):
         """Drops all requests, whose agent loops were cancelled. No other pool may be running.

@@ -45,6 +45,7 @@ from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, me
 from flatrl.processes import (
     Background, Stop, Stopped, all_gather, all_sum, check_ranks_agree, on_main, raise_if_stopped,
     run_as_script)
+from flatrl.routes import Routers, pack_routes
 from flatrl.rows import hash_of_rows
 from flatrl.vision import Vision
 from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_model
@@ -670,6 +671,7 @@ class Net(nn.Module):
 
     def __init__(self, auto_class: str, args: Args, vision, is_packed: bool):
         super().__init__()
+        self.routers = None  # Routers with --router_replay
         self.vision = vision
         self.is_packed = is_packed  # without padding; otherwise rows are right-padded
         attention = "packed" if is_packed else None  # None: the model's own
@@ -681,7 +683,10 @@ class Net(nn.Module):
     def pack(self, batch: dict, micro: data.MicroBatch, top_k: int = 0) -> dict:
         """Packs a micro-batch for this network (`data.pack_rows`)."""
         device = next(self.parameters()).device
-        return data.pack_rows(batch, micro, device, self.is_packed, top_k)
+        packed = data.pack_rows(batch, micro, device, self.is_packed, top_k)
+        if self.routers:
+            packed["routes"] = pack_routes(batch, micro, self.is_packed).to(device)
+        return packed
 
     def forward(self, packed: dict) -> dict[str, Tensor]:
         """Returns the scores of the sampled tokens of R rows, by name: (R, T) each, 0 elsewhere.
@@ -692,6 +697,8 @@ class Net(nn.Module):
         bypasses DDP's wrapper would skip the averaging of gradients."""
         backbone = self.model.base_model
         inputs = packed["inputs"]
+        if self.routers:
+            self.routers.choose(packed["routes"])
         zero_of_vision = 0
         if self.vision and packed["images"]:
             inputs = inputs | self.vision.inputs(backbone, packed)
@@ -731,6 +738,8 @@ class Policy(Net):
         if not vision:
             probe = data.in_prefix_order(layers.PROBE, [0, 1, 2])
             layers.choose_attention(self, probe, args)
+        if args.router_replay:
+            self.routers = Routers(self.model, args.model)
         if args.lora_rank:
             layers.add_adapters(self.model, args)
 
@@ -1043,7 +1052,12 @@ def build_reference(args: Args, policy: Policy) -> Callable | None:
     if args.lora_rank and not args.ref_model:
         return layers.WithoutAdapters(policy)
 
-    args = replace(args, model=args.ref_model or args.model, lora_rank=0)
+    args = replace(
+        args,
+        model=args.ref_model or args.model,
+        lora_rank=0,
+        router_replay=args.router_replay and not args.ref_model,  # a teacher has other experts
+    )
     return Policy(args, policy.vocab_size, policy.vision).requires_grad_(False)
 
 

@@ -126,6 +126,8 @@ class Args(LoopArgs):
     dtype: str = flag(
         "auto", "of the engine and of matrix products; auto is bfloat16 on CUDA, else float32",
         ("auto", "float32", "bfloat16"))
+    router_replay: bool = flag(
+        False, "mixtures of experts: the trainer takes the experts that the engine chose (R3)")
     allow_mismatch: bool = flag(
         False, "train although engine and trainer disagree about the sampled tokens' logprobs")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
@@ -547,7 +549,7 @@ def check_effects(args: Args):
         ("adv_estimator", discounts or estimator == "gigpo", ["turn_discount"]),
         ("policy_loss", objective != "reinforce", ["clip_low", "clip_high"]),
         ("policy_loss", has_dual_clip, ["clip_c"]),
-        ("hints", not args.hints, ["ref_model", "replay"]),  # rollouts on disk hold no hints
+        ("hints", not args.hints, ["ref_model", "replay", "router_replay"]),
         ("kl_coef", args.kl_coef, ["kl_in", "kl_kind"]),
         ("kl_coef", args.has_reference, ["ref_update"]),
         ("kl_in", args.kl_in == "reward", ["kl_target"]),

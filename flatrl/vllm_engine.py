@@ -1,8 +1,10 @@
 """vLLM's peculiarities: its arguments and their checks, patches, and loading weights."""
 
 import functools
+import importlib.util
 import json
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection
@@ -115,6 +117,9 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
+    arguments["language_model_only"] = not vision
+    if args.router_replay:
+        arguments["enable_return_routed_experts"] = True
     if vision:
         arguments["limit_mm_per_prompt"] = {"image": args.max_images, "video": 0}
     if device.type == "cuda":
@@ -144,6 +149,10 @@ def check_model(args, device: torch.device):
     Loads no weights. With --replay there is nothing to check."""
     if args.replay:
         return
+    need(
+        device.type == "cuda" or not args.router_replay,
+        "--router_replay: only on CUDA does vLLM return routes; --replay of such a run has them",
+    )
     prepare_vllm(device, args.tp)
     from vllm import EngineArgs
 
@@ -193,8 +202,18 @@ def _patch_cpu_build():
     """Patches what colocation needs to be different in vLLM's CPU build."""
     import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as moe
     import vllm.model_executor.models.config as models
+    import vllm.model_executor.models.registry as registry
     import vllm.v1.sample.sampler as sampler
     from vllm.model_executor.layers import activation, utils
+
+    # Qwen3.5's module imports torchvision, which install.sh leaves out, by way of a module of image
+    # processors. Its twin without torchvision has the names that text models need. vLLM would
+    # import the model in a process of its own, because of CUDA.
+    if not importlib.util.find_spec("torchvision"):
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as twin
+
+        sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = twin
+        registry._run_in_subprocess = lambda inspect: inspect()
 
     # At load the CPU build repacks linear layers and empties `weight`: no sync reaches them.
     def use_plain_linear(layer, remove_weight):

@@ -1,0 +1,136 @@
+"""Routing replay (R3, arXiv 2510.11370): experts are those that the engine chose.
+
+Rounding changes which experts a router of a mixture chooses, and then a token's logprob differs by
+far more than its rounding. With --router_replay the engine returns the choice of every token and
+layer, and the trainer weighs these experts by its own router.
+
+Routes are integers (tokens, layers, k): the k experts of each token. A layer without experts has a
+row, too, which is not read. -1 leaves the choice to the router."""
+
+import base64
+import re
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from flatrl.bad_input import need
+
+
+def join_routes(before: np.ndarray | None, routes: np.ndarray | None) -> np.ndarray | None:
+    """Returns a trajectory's routes, after a call that returned those of all its tokens.
+
+    A token keeps the routes with which it was first seen."""
+    if before is None or routes is None:
+        return before if routes is None else routes
+    return np.concatenate([before, routes[len(before) :]])
+
+
+def encode_routes(routes: np.ndarray | None) -> dict:
+    """Returns the entry of an output's `extra`, which JSON can hold; none without routes."""
+    if routes is None:
+        return {}
+    kind = np.int8 if routes.max(initial=0) < 128 else np.int16
+    text = base64.b64encode(routes.astype(kind).tobytes()).decode()
+    return {"routes": {"dtype": kind.__name__, "shape": routes.shape, "base64": text}}
+
+
+def decode_routes(extra: dict) -> Tensor | None:
+    """Returns the routes in an output's `extra`, None without."""
+    if "routes" not in extra:
+        return None
+    entry = extra["routes"]
+    numbers = np.frombuffer(base64.b64decode(entry["base64"]), entry["dtype"])
+    return torch.from_numpy(numbers.reshape(entry["shape"]).copy())
+
+
+def pack_routes(batch: dict, micro, is_packed: bool) -> Tensor:
+    """Returns the routes of the tokens that go through the network, (P, layers, k).
+
+    micro: a data.MicroBatch. A shared prefix has the routes of its first row that has any: where a
+    row ends, the last token has none. Raises BadInput if a token before a sampled one has none."""
+    given = batch.get("routes") or [None] * len(batch["lengths"])
+    no_routes = torch.empty(0, 1, 1, dtype=torch.int8)
+    for routes in given:
+        if routes is not None:
+            no_routes = routes[:0]
+    parts = []  # from the last row to the first
+    following = no_routes  # of the next row
+    n_common = 0  # tokens that the next row shares with this one
+    for row, length, n_shared in zip(micro.rows[::-1], micro.lengths[::-1], micro.shared[::-1]):
+        routes = no_routes if given[row] is None else given[row]
+        sampled = batch["response_mask"][row].nonzero()
+        need(
+            not len(sampled) or batch["prompt_lengths"][row] + sampled.max() <= len(routes),
+            "--router_replay: an output has sampled tokens without routes, which come from "
+            "TokenOutput.routes, by Trajectory.add_sampled",
+        )
+        length = length if is_packed else max(micro.lengths)
+        routes = torch.cat([routes[:length], following[len(routes) : n_common]])
+        missing = routes.new_full((length - len(routes), *routes.shape[1:]), -1)
+        following = torch.cat([routes, missing])
+        parts.append(following[n_shared:])
+        n_common = n_shared
+    return torch.cat(parts[::-1])
+
+
+class _GivenExperts(TorchFunctionMode):
+    """In it a router's choice of k experts, which is torch.topk's, is the given one, (P, k)."""
+
+    def __init__(self, given: Tensor, n_experts: int):
+        super().__init__()
+        self.given = given
+        self.n_experts = n_experts
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, Tensor.topk):
+            return result
+        scores = args[0]
+        if result.indices.shape != self.given.shape or scores.shape[-1] != self.n_experts:
+            return result  # such as a choice among groups of experts
+        experts = torch.where(self.given < 0, result.indices, self.given.long())
+        return torch.return_types.topk((scores.gather(-1, experts), experts))
+
+
+class Routers:
+    """The routers of a mixture of experts, which can be told what to choose.
+
+    Raises BadInput if the model has none, or one that does not choose by torch.topk."""
+
+    def __init__(self, model: nn.Module, name: str):
+        self.of_layer = []  # (number of the layer, router)
+        for path, module in model.named_modules():
+            if type(module).__name__.endswith("Router") and hasattr(module, "top_k"):
+                number = re.search(r"\.(\d+)\.", path)
+                self.of_layer.append((int(number[1]), module))
+        for _, router in self.of_layer:
+            router.forward = _replaying(router)
+        need(
+            self.of_layer and self._obeys(self.of_layer[0][1]),
+            f"--router_replay: {name} has no routers, or none that can be told what to choose",
+        )
+
+    @torch.no_grad()
+    def _obeys(self, router: nn.Module) -> bool:
+        """Returns whether a router chooses the last experts if it is told to."""
+        router.given = torch.arange(router.num_experts)[None, -router.top_k :]
+        outputs = router(router.weight.new_zeros(1, router.weight.shape[1]))
+        return any(torch.equal(output, router.given) for output in outputs)
+
+    def choose(self, routes: Tensor):
+        """Sets what the routers choose from now on, also when activations are recomputed."""
+        for number, router in self.of_layer:
+            router.given = routes[:, number]
+
+
+def _replaying(router: nn.Module):
+    """Returns the router's forward, whose choice is that in router.given."""
+    forward = router.forward
+
+    def replay(hidden_states: Tensor):
+        with _GivenExperts(router.given, router.num_experts):
+            return forward(hidden_states)
+
+    return replay

@@ -1,0 +1,226 @@
+"""Routing replay: the trainer takes the experts that the engine chose, and no others."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from fixed_batch import batch_of, check_gradients
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+import data
+import train
+from agent_loop import AgentLoopOutput, BadInput, TokenOutput, Trajectory
+from examples.tiny_models import make_tokenizer
+from flatrl import devices
+from flatrl.routes import decode_routes, encode_routes
+from flatrl.vllm_engine import check_model
+
+COMMON = {
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "initializer_range": 0.1,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+DENSE_FIRST = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+HYBRID = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 32}
+# One for each way to choose: softmax, sigmoid with groups, before the softmax, and right-padded
+# rows.
+MODELS = {
+    "Qwen3Moe": {},
+    "Glm4Moe": DENSE_FIRST,
+    "GptOss": {},
+    "GraniteMoeHybrid": HYBRID,
+}
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """Returns a function of an architecture's name: the folder of a tiny random model."""
+    folders = {}
+
+    def folder_of(name: str) -> str:
+        if name not in folders:
+            torch.manual_seed(0)
+            folders[name] = str(tmp_path_factory.mktemp("moe"))
+            tokenizer = make_tokenizer()
+            tokenizer.save_pretrained(folders[name])
+            ids = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 0}
+            kind = getattr(transformers, f"{name}Config")
+            config = kind(**(COMMON | ids | MODELS[name]))
+            AutoModelForCausalLM.from_config(config).save_pretrained(folders[name])
+        return folders[name]
+
+    return folder_of
+
+
+def args_of(model: str, **more) -> train.Args:
+    data.register_packed_attention()
+    flags = {"router_replay": True, "tokens_per_micro_batch": 100, "dtype": "float32"}
+    return train.Args(model=model, **flags | more)
+
+
+def own_choice(policy: train.Policy, batch: dict) -> list[torch.Tensor]:
+    """Returns the routes that the policy's routers choose by themselves, row by row."""
+    routes = []
+    for ids, length in zip(batch["input_ids"], batch["lengths"]):
+        chosen = {}
+        hooks = []
+        for number, router in policy.routers.of_layer:
+            router.given = torch.full((length, router.top_k), -1)
+
+            def keep(module, inputs, outputs, number=number, chosen=chosen):
+                chosen[number] = next(x for x in outputs if x.dtype == torch.long)
+
+            hooks.append(router.register_forward_hook(keep))
+        inputs = {"input_ids": ids[None, :length], "use_cache": False}
+        if policy.is_packed:
+            packed = data.pack(ids[None], [length])
+            names = ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")
+            inputs |= dict(zip(names, packed))
+        with torch.no_grad():
+            policy.model.base_model(**inputs)
+        for hook in hooks:
+            hook.remove()
+        n_layers = max(chosen) + 1
+        unread = torch.zeros_like(chosen[n_layers - 1])  # of a layer without experts
+        choice = [chosen.get(number, unread) for number in range(n_layers)]
+        routes.append(torch.stack(choice, 1).to(torch.int8))
+    return routes
+
+
+def scores_of(policy, batch, args):
+    return train.score_tokens(policy, batch, args)["logprobs"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_routers_own_choice_changes_no_digit(name, build, process_group):
+    """On shared prefixes, forks and padded rows; also the gradients, with recomputed layers."""
+    args = args_of(build(name))
+    policy = train.Policy(args)
+    assert policy.is_packed != (name == "GraniteMoeHybrid")
+    plain = train.Policy(replace(args, router_replay=False))
+    batch = batch_of(19)
+    expected = scores_of(plain, batch, args)
+    batch["routes"] = own_choice(policy, batch)
+    assert torch.equal(scores_of(policy, batch, args), expected)
+
+    if name == "Qwen3Moe":
+        sharded = devices.shard(train.Policy(args), replace(args, shard=True), torch.device("cpu"))
+        assert torch.equal(scores_of(sharded, batch, args), expected)
+
+    recomputing = train.Policy(replace(args, gradient_checkpointing=True))
+    gradients = []
+    for net in (plain, policy, recomputing):
+        micro = data.in_prefix_order(batch, [1, 2, 3, 4])
+        if not net.is_packed:
+            micro.shared = [0] * 4
+        net(net.pack(batch, micro))["logprobs"].sum().backward()
+        named = net.named_parameters()
+        gradients.append({name: p.grad for name, p in named if p.grad is not None})
+    assert all(torch.equal(gradients[1][name], x) for name, x in gradients[0].items())
+    check_gradients(gradients[2], gradients[0], 1e-5)
+
+
+def test_other_routes_are_those_of_a_model_that_is_forced_to_them(
+    build, process_group, monkeypatch
+):
+    """Against transformers' model in float64, whose routers weigh given experts, row by row."""
+    args = args_of(build("Qwen3Moe"))
+    policy = train.Policy(args)
+    batch = batch_of(8)
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.rand(100, 4, 4, generator=generator).argsort(-1)[..., :2].to(torch.int8)
+    # Rows with a common prefix have the same routes there. The last token has none.
+    batch["routes"] = [shared[: length - 1] for length in batch["lengths"].tolist()]
+    found = scores_of(policy, batch, args)
+
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.float64, experts_implementation="eager"
+    )
+    routers = [x for x in model.modules() if isinstance(x, Qwen3MoeTopKRouter)]
+    assert len(routers) == 4
+
+    def forced(self, hidden_states):
+        logits = F.linear(hidden_states, self.weight)
+        weights = logits.softmax(-1).gather(1, self.experts)
+        return logits, weights / weights.sum(-1, keepdim=True), self.experts
+
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", forced)
+    for row, length in enumerate(batch["lengths"].tolist()):
+        for number, router in enumerate(routers):
+            router.experts = shared[:length, number].long()
+        with torch.no_grad():
+            logits = model(batch["input_ids"][row : row + 1, :length]).logits[0]
+        ids = batch["input_ids"][row, 1:length]
+        logprobs = logits[:-1].log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        start = batch["prompt_lengths"][row] - 1
+        mask = batch["response_mask"][row, : length - 1 - start].bool()
+        expected = logprobs[start:][mask].float()
+        torch.testing.assert_close(found[row, : len(mask)][mask], expected, atol=1e-5, rtol=0)
+
+
+def test_a_flipped_route_shows_only_without_replay(build, process_group):
+    args = args_of(build("Qwen3Moe"))
+    policy = train.Policy(args)
+    batch = batch_of(19)
+    batch["routes"] = own_choice(policy, batch)
+    for routes in batch["routes"]:  # what an engine with other rounding might choose
+        last = routes[0, 1, -1].item()
+        routes[0, 1, -1] = next(e for e in range(4) if e not in routes[0, 1])
+        assert routes[0, 1, -1] != last
+    mask = batch["response_mask"].bool()
+    rollout = scores_of(policy, batch, args)[mask]  # as that engine computes them
+    plain = train.Policy(replace(args, router_replay=False))
+    assert (scores_of(plain, batch, args)[mask] - rollout).abs().mean() > 1e-3
+    assert (scores_of(policy, batch, args)[mask] - rollout).abs().max() < 1e-5
+
+
+def test_a_trajectory_keeps_each_tokens_first_routes():
+    """Over turns, a fork and JSON. A token without routes leaves the choice to the router."""
+
+    def routes_of(n: int, value: int) -> np.ndarray:
+        return np.full((n, 2, 1), value, np.uint8)
+
+    trajectory = Trajectory([], [5, 6], [5, 6], [])
+    for turn, n_seen in enumerate((4, 8)):  # all but the last token of each turn
+        out = TokenOutput([7, 8, 9], [0.0] * 3, [0] * 3, "stop", [5, 6], routes_of(n_seen, turn))
+        trajectory.add_sampled(out)
+        trajectory.add_given([3])
+    trajectory.fork([5, 6, 1], [5, 6, 1])
+    trajectory.messages = [{"role": "user", "content": ""}]
+    (output,) = trajectory.outputs()  # nothing was said after the fork
+    line = json.loads(json.dumps(vars(output), default=list))
+    again = AgentLoopOutput(**line)
+    assert decode_routes(again.extra).tolist() == [[[0]] * 2] * 4 + [[[1]] * 2] * 4
+
+    batch = data.collate([again])
+    micro = data.in_prefix_order(batch, [0])
+    for is_packed in (True, False):
+        packed = train.pack_routes(batch, micro, is_packed)
+        assert packed[:, 0, 0].tolist() == [0] * 4 + [1] * 4 + [-1] * 2
+    assert encode_routes(routes_of(3, 200))["routes"]["dtype"] == "int16"
+    assert decode_routes(encode_routes(routes_of(3, 200))).unique().tolist() == [200]
+
+
+def test_what_can_not_be_replayed_is_refused(build, tiny_model, process_group):
+    with pytest.raises(BadInput, match="has no routers"):
+        train.Policy(args_of(tiny_model))
+    args = args_of(build("Qwen3Moe"), max_model_len=64)
+    with pytest.raises(BadInput, match="only on CUDA"):
+        check_model(args, torch.device("cpu"))
+    with pytest.raises(BadInput, match="sampled tokens without routes"):
+        scores_of(train.Policy(args), batch_of(3), args)
