@@ -57,6 +57,7 @@ from flatrl.chat_template import (  # noqa: F401
     with_template_variables,
 )
 from flatrl.compact import Numbers, compact
+from flatrl.flags import flag
 from flatrl.routes import encode_routes, join_routes
 from flatrl.tools import (
     RefusedCallError,
@@ -83,9 +84,7 @@ from flatrl.vision import expand, image_tokens, load_image, load_images
 # ---------------------------------------------------------------- settings and results
 
 
-def setting(default, help: str):
-    """Returns a dataclass field with a default and a help text."""
-    return field(default=default, metadata={"help": help})
+SIDES = ("left", "middle", "right")
 
 
 @dataclass
@@ -94,45 +93,46 @@ class LoopArgs:
 
     train.Args inherits from this class. Any object with these attributes works as well."""
 
-    agent: str | None = setting(
+    agent: str | None = flag(
         None, "agent loop; default: tool_agent with TOOLS or INTERACTIONS, else single_turn")
-    max_response_tokens: int = setting(
-        128, "token budget of a rollout: sampled, tool and user tokens together")
-    max_model_len: int | None = setting(
+    max_response_tokens: int = flag(
+        128, "token budget of a rollout: sampled, tool and user tokens together", low=1)
+    max_model_len: int | None = flag(
         None, "the engine's window: tokens of prompt and response together; default: no limit "
-        "(train.py: max_prompt_tokens + max_response_tokens)")
-    max_assistant_turns: int = setting(
+        "(train.py: max_prompt_tokens + max_response_tokens)", low=1)
+    max_assistant_turns: int = flag(
         8, "a rollout ends after this many turns, with stop reason max_turns; 0: no limit")
-    max_user_turns: int = setting(
+    max_user_turns: int = flag(
         0, "a rollout ends after this many replies of a simulated user, who is then called once "
         "more, for the reward only; 0: no limit")
-    compact_at: int = setting(
+    compact_at: int = flag(
         0, "tokens of prompt and response at which the agent `compacting` asks for a summary; "
         "0: three quarters of the window")
-    max_images: int = setting(
-        8, "images in one rollout, those of the prompt and of tools together")
-    chat_template_args: str = setting(
+    max_images: int = flag(
+        8, "images in one rollout, those of the prompt and of tools together", low=1)
+    chat_template_args: str = flag(
         "{}", 'variables for the chat template, a JSON object: {"enable_thinking": false}')
-    think_tags: str = setting(
+    think_tags: str = flag(
         "<think> </think>", "the tags around reasoning; tool calls inside it are not executed")
-    tool_parser: str = setting(
+    tool_parser: str = flag(
         "auto", "the format of tool calls: any of vLLM's parsers; template: as the chat template "
         "writes them, with JSON arguments; auto: the first that reads what the template writes")
-    tool_timeout: float = setting(
-        30.0, "seconds for one tool call, or for one answer of a simulated user")
-    trajectory_timeout: float = setting(
+    tool_timeout: float = flag(
+        30.0, "seconds for one tool call, or for one answer of a simulated user", low=1e-3)
+    trajectory_timeout: float = flag(
         0.0, "seconds for a whole rollout. A tool_agent then ends, and keeps its tokens; other "
         "loops are cancelled later. With --max_staleness, updates count as well; 0: no limit")
-    max_parallel_calls: int = setting(
+    max_parallel_calls: int = flag(
         8, "tool calls executed in one turn; an error tells the model how many more there were. "
-        "Give 1 for templates that take one call a turn, as Llama 3.1's")
-    max_tool_response_tokens: int = setting(
-        256, "longer tool responses are cut to this length")
-    tool_response_truncate_side: str = setting(
-        "middle", "what is kept of a long tool response: left (its start), right, or middle (both)")
-    prompt_truncate_side: str = setting(
+        "Give 1 for templates that take one call a turn, as Llama 3.1's", low=1)
+    max_tool_response_tokens: int = flag(
+        256, "longer tool responses are cut to this length", low=1)
+    tool_response_truncate_side: str = flag(
+        "middle", "what is kept of a long tool response: left (its start), right, or middle (both)",
+        SIDES)
+    prompt_truncate_side: str = flag(
         "none", "which part of an overlong prompt's longest text is kept (train.py); none: rows "
-        "with such prompts are dropped")
+        "with such prompts are dropped", (*SIDES, "none"))
 
 
 @dataclass

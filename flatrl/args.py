@@ -54,21 +54,6 @@ PRESETS["opsd"] = PRESETS["opd"] | {"hints": True}
 OUR_ESTIMATORS = [*losses.ESTIMATORS]
 OUR_OBJECTIVES = [*losses.OBJECTIVES]
 
-# Headings in --help, each by the first flag below it.
-HEADINGS = {
-    "task": "task and model",
-    "algo": "algorithm",
-    "adv_estimator": "advantages",
-    "policy_loss": "objective",
-    "kl_coef": "reward and KL",
-    "critic_warmup": "critic",
-    "lr": "optimiser and memory",
-    "temperature": "sampling",
-    "max_staleness": "asynchronous rollout",
-    "tp": "engine",
-    "eval_every": "evaluation, checkpoints, log",
-    "agent": "agent loops",
-}
 # What other libraries call a flag, for a hint.
 OTHER_NAMES = {
     "learning_rate": "lr",
@@ -78,20 +63,11 @@ OTHER_NAMES = {
     "model_name_or_path": "model",
     "beta": "kl_coef",
 }
-# The last lines of --help.
-EXAMPLES = """\
-examples:
-  accelerate launch train.py      # the default task
-  accelerate launch train.py --task my_task.py --model Qwen/Qwen2.5-0.5B-Instruct"""
 # The settings of LoopArgs that have a flag of their own. --agent_args sets the others.
 LOOP_FLAGS = [
     "agent", "max_response_tokens", "max_model_len", "max_assistant_turns",
     "chat_template_args", "tool_parser"]
 LOOP_SETTINGS = [entry.name for entry in fields(LoopArgs) if entry.name not in LOOP_FLAGS]
-# The settings of LoopArgs that 0 does not turn off.
-POSITIVE_SETTINGS = [
-    "max_response_tokens", "max_model_len", "max_images", "tool_timeout", "max_parallel_calls",
-    "max_tool_response_tokens"]
 # The flags that hold a JSON object.
 JSON_FLAGS = ["chat_template_args", "sampling_args", "eval_sampling_args", "engine_args"]
 
@@ -103,13 +79,11 @@ def preset(help: str, choices=(), **bounds):
 
 @dataclass
 class Args(LoopArgs):
-    """All flags. Each field is a flag, but for the LOOP_SETTINGS inherited from LoopArgs.
+    """All flags. Each field is a flag, but for the LOOP_SETTINGS inherited from LoopArgs."""
 
-    `task` to `val_files` say what is trained, `algo` how; HEADINGS has all groups."""
-
-    # Task and model
     task: str = flag(
-        "examples/calculator.py", "Python file with load(split) and reward(output, row)")
+        "examples/calculator.py", "Python file with load(split) and reward(output, row)",
+        group="task and model")
     model: str | None = flag(
         None, "name at the hub, or folder; default: the model that the task's build_model makes")
     train_files: list[str] | None = flag(
@@ -132,8 +106,8 @@ class Args(LoopArgs):
         False, "train although engine and trainer disagree about the sampled tokens' logprobs")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
 
-    # Algorithm
-    algo: str = flag("grpo", "preset for the flags marked [preset]", tuple(PRESETS))
+    algo: str = flag(
+        "grpo", "preset for the flags marked [preset]", tuple(PRESETS), group="algorithm")
     num_steps: int = flag(40, "training steps; each samples a batch and learns from it")
     prompts_per_step: int = flag(32, "prompts in a batch, over all ranks", low=1)
     group_size: int = flag(8, "rollouts per prompt", low=1)
@@ -141,15 +115,13 @@ class Args(LoopArgs):
         None, "prompts per optimiser step; default: all of them, which is on-policy", low=1)
     epochs: int = flag(1, "passes over each batch", low=1)
 
-    # Advantages
-    adv_estimator: str = preset("advantage estimator", OUR_ESTIMATORS)
+    adv_estimator: str = preset("advantage estimator", OUR_ESTIMATORS, group="advantages")
     whiten_advantages: bool = preset("scale to mean 0 and variance 1 over the batch's tokens")
     gamma: float = preset("discount per token", high=1)
     turn_discount: float = preset("discount per turn, on top of gamma", high=1)
     lam: float = flag(1.0, "lambda of gae", high=1)
 
-    # Objective
-    policy_loss: str = preset("policy-gradient objective", OUR_OBJECTIVES)
+    policy_loss: str = preset("policy-gradient objective", OUR_OBJECTIVES, group="objective")
     clip_low: float = preset(
         "lower clip of the ratio: 1 - clip_low; gmpo: of its logarithm; sapo: the temperature "
         "where A <= 0")
@@ -170,8 +142,7 @@ class Args(LoopArgs):
         "bypass: no weights, but ppo clips its ratio to the engine's; default: none, with "
         "--max_staleness bypass for one update of ppo, else icepop:0:5, which is decoupled PPO")
 
-    # Reward and KL
-    kl_coef: float = preset("weight of the KL to the reference; 0: off")
+    kl_coef: float = preset("weight of the KL to the reference; 0: off", group="reward and KL")
     ref_model: str | None = flag(
         None, "the reference or teacher, of the same tokenizer; default: the starting model")
     hints: bool = preset("the reference is shown a row's `hint`, and is the policy itself")
@@ -195,13 +166,12 @@ class Args(LoopArgs):
         "replaced by fresh prompts, until this many times prompts_per_step are drawn; 1: off",
         low=1, high=100)
 
-    # Critic
-    critic_warmup: int = flag(0, "first steps, in which only the critic learns")
+    critic_warmup: int = flag(0, "first steps, in which only the critic learns", group="critic")
     critic_lr: float | None = flag(None, "default: 1e-5, for a task's own tiny model 1e-3")
 
-    # Optimiser and memory
     lr: float | None = flag(
-        None, "AdamW; default: 1e-6, for a task's own tiny model 3e-4; ten times that for LoRA")
+        None, "AdamW; default: 1e-6, for a task's own tiny model 3e-4; ten times that for LoRA",
+        group="optimiser and memory")
     lr_schedule: str = flag(
         "constant", "constant, or a decay from lr to 0 at num_steps",
         ("constant", "linear", "cosine"))
@@ -220,32 +190,30 @@ class Args(LoopArgs):
         "none", "to host memory while the engine is awake: the optimisers' states; all: critic "
         "and reference, too", ("none", "optimizer", "all"))
 
-    # Sampling
     temperature: float = flag(
-        1.0, "of sampling in training; the trainer's logprobs use it, too", low=0.01)
+        1.0, "of sampling in training; the trainer's logprobs use it, too", low=0.01,
+        group="sampling")
     max_prompt_tokens: int = flag(512, "longer prompts are dropped and counted", low=1)
     sampling_args: str = flag(
         "{}", 'more sampling parameters of vLLM, as JSON: {"stop": ["</answer>"]}')
 
-    # Asynchronous rollout (AReaL)
     max_staleness: int = flag(
         0, "sampling ends when a batch is full, and other rollouts continue after the update, at "
-        "most this many versions behind")
+        "most this many versions behind", group="asynchronous rollout")
     oversample: float = flag(
         1.0, "prompts under way, as a multiple of prompts_per_step; without staleness it would "
         "favour short answers", low=1)
 
-    # Engine
-    tp: int = flag(1, "consecutive ranks that share one engine (tensor parallelism)", low=1)
+    tp: int = flag(
+        1, "consecutive ranks that share one engine (tensor parallelism)", low=1, group="engine")
     gpu_memory_utilization: float = flag(
         0.5, "the engine's share of the GPU while it is awake", high=1)
     engine_args: str = flag("{}", 'more arguments of vllm.LLM, as JSON: {"max_num_seqs": 512}')
     deterministic: bool = flag(False, "the same numbers in every run on a CPU; slower with tools")
 
-    # Evaluation, checkpoints, log
     eval_every: int = flag(
         10, "steps between evaluations; 0: only before training and after; -1: none, and "
-        "validation rows are not loaded", low=-1)
+        "validation rows are not loaded", low=-1, group="evaluation, checkpoints, log")
     stop_at_reward: float | None = flag(
         None, "training ends at the first evaluation whose mean reward is at least this",
         low=-math.inf)
@@ -265,9 +233,9 @@ class Args(LoopArgs):
     wandb_project: str | None = flag(
         None, "log to Weights & Biases (WANDB_MODE=offline works)")
 
-    # Agent loops: their flags are inherited
     agent_args: str = flag(
-        "{}", f"more settings of agent loops, as JSON: {', '.join(LOOP_SETTINGS)}")
+        "{}", f"more settings of agent loops, as JSON: {', '.join(LOOP_SETTINGS)}",
+        group="agent loops")
 
     def __post_init__(self):
         # In this order: each default depends on the flags above it.
@@ -306,11 +274,9 @@ class Args(LoopArgs):
         """Returns vLLM's sampling parameters, in training or in an evaluation.
 
         A `stop` is always a list. max_tokens is left to the agent loops."""
-        if validate:
-            temperature = self.temperature if self.eval_samples > 1 else 0.0
-            parameters = {"temperature": temperature} | json.loads(self.eval_sampling_args)
-        else:
-            parameters = {"temperature": self.temperature} | json.loads(self.sampling_args)
+        is_greedy = validate and self.eval_samples == 1
+        given = json.loads(self.eval_sampling_args if validate else self.sampling_args)
+        parameters = {"temperature": 0.0 if is_greedy else self.temperature} | given
         # vLLM takes a text or a list; agent loops may count on a list.
         if isinstance(parameters.get("stop"), str):
             parameters["stop"] = [parameters["stop"]]
@@ -325,12 +291,8 @@ class Args(LoopArgs):
         low, high = losses.ROLLOUT_CORRECTIONS.get(kind, (0.0, 1.0))
         if self.max_staleness:
             low = 0.0  # with staleness a small ratio is no reason to drop a token
-        n_allowed = 2
-        if kind in ("none", "bypass"):
-            n_allowed = 0
-        elif kind.endswith("tis"):
-            n_allowed = 1
-        if len(bounds) > n_allowed:
+        n_allowed = {"none": 0, "bypass": 0, "tis": 1, "seq_tis": 1}
+        if len(bounds) > n_allowed.get(kind, 2):
             raise ValueError(f"{self.rollout_correction}: {kind} has no such bounds")
         if bounds:
             *given, high = map(float, bounds)
@@ -424,11 +386,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     """Returns the Args of a command line. Raises BadInput for a flag unknown or mistyped."""
     defaults = {name: f"--algo's; grpo: {value}" for name, value in PRESETS["grpo"].items()}
     return parse_flags(
-        Args, argv, HEADINGS, LOOP_SETTINGS, defaults, OTHER_NAMES,
+        Args, argv, LOOP_SETTINGS, defaults, OTHER_NAMES,
         usage="accelerate launch train.py [--FLAG VALUE ...]",
-        description="Trains a language model by reinforcement learning on the multi-turn task\n"
-        "of a Python file.",
-        epilog=EXAMPLES)
+        description="Trains a language model by RL on the multi-turn task of a Python file.")
 
 
 def _json_object(name: str, text: str) -> dict:
@@ -439,27 +399,15 @@ def _json_object(name: str, text: str) -> dict:
     return value
 
 
-def _shown(name: str) -> str:
-    """Returns how a message names a flag, or a key of --agent_args."""
-    return f"agent_args: {name}" if name in LOOP_SETTINGS else name
-
-
 # ------------------------------------------------------------ rules, before anything costly
 
 
 def check_args(args: Args):
     """Raises BadInput where a flag has no valid value, or where flags contradict each other."""
     for entry in fields(args):
-        rules = {name: rule for name, rule in entry.metadata.items() if name != "help"}
-        check_value(_shown(entry.name), getattr(args, entry.name), **rules)
-    for name in POSITIVE_SETTINGS:
-        value = getattr(args, name)
-        need(value is None or value > 0, f"--{_shown(name)} {value} must be greater than 0")
-    sides = ("left", "middle", "right")
-    name = "tool_response_truncate_side"
-    check_value(_shown(name), args.tool_response_truncate_side, sides)
-    name = "prompt_truncate_side"
-    check_value(_shown(name), args.prompt_truncate_side, (*sides, "none"))
+        name = entry.name
+        shown = f"agent_args: {name}" if name in LOOP_SETTINGS else name
+        check_value(shown, getattr(args, name), **entry.metadata["rules"])
     for name in JSON_FLAGS:
         check_arguments(name, _json_object(name, getattr(args, name)), vars(args))
     check_flags_together(args)
@@ -473,9 +421,6 @@ def check_flags_together(args: Args):
     need(prompts % mini_batch == 0,
          f"--prompts_per_step {prompts} must be a multiple of "
          f"--prompts_per_mini_batch {mini_batch}")
-    need(args.group_size > 1 or args.max_gen_batches == 1,
-         "--max_gen_batches above 1 replaces groups whose members score alike: "
-         "--group_size must be at least 2")
     need(args.clip_c == 0 or args.clip_c > 1, f"--clip_c {args.clip_c} must be 0 or exceed 1")
     need(args.kl_kind in losses.KL_ESTIMATES or args.kl_top > 0,
          f"--kl_kind {args.kl_kind}: choose from {', '.join(losses.KL_ESTIMATES)}, or topK with a "

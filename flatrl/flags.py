@@ -10,20 +10,18 @@ from typing import Literal, get_args, get_origin
 from flatrl.bad_input import BadInput, need
 
 
-def flag(default, help: str, choices=(), low: float = 0, high: float = math.inf) -> Field:
+def flag(
+    default, help: str, choices=(), low: float = 0, high: float = math.inf, group: str = ""
+) -> Field:
     """Returns the dataclass field of a flag.
 
     choices: the allowed values; () allows any. A list holds choices to which a task file may add,
-    so it restricts nothing here. low, high: the bounds of a number."""
+    so it restricts nothing here. low, high: the bounds of a number. group: the heading in --help
+    of this flag and those below it."""
     if choices:
         help += f" ({' | '.join(choices)})"
-    rules = {
-        "help": help,
-        "choices": choices,
-        "low": low,
-        "high": high,
-    }
-    return field(default=default, metadata=rules)
+    rules = {"choices": choices, "low": low, "high": high}
+    return field(default=default, metadata={"help": help, "group": group, "rules": rules})
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,36 +32,26 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_flags(
-    cls: type,
-    argv: list[str] | None,
-    headings: dict[str, str],
-    hidden: list[str],
-    shown_defaults: dict[str, str],
-    other_names: dict[str, str],
-    **texts,
+    cls: type, argv: list[str] | None, hidden: list[str], defaults: dict, other_names: dict, **texts
 ):
     """Returns an instance of the dataclass `cls`, filled from a command line.
 
-    argv: the words of the command line. None takes this process's.
-    headings: {first flag of a group: the group's heading in --help}.
-    hidden: fields that have no flag of their own.
-    shown_defaults: the default to show in --help where it depends on another flag.
-    other_names: {name of a flag elsewhere: its name here}, for a hint.
-    texts: usage, description and epilog for argparse, which prints their lines as they are.
-    Raises BadInput for a flag that is unknown, abbreviated or mistyped."""
+    argv: None takes this process's. hidden: fields without a flag. defaults: those to show in
+    --help where they depend on another flag. other_names: {name of a flag elsewhere: its name
+    here}, for a hint. texts: for argparse's parser. Raises BadInput for a flag that is unknown,
+    abbreviated or mistyped."""
     # Not transformers' HfArgumentParser: importing it takes a third of the time to --help.
-    as_is = argparse.RawDescriptionHelpFormatter
-    parser = Parser(allow_abbrev=False, formatter_class=as_is, **texts)
+    parser = Parser(allow_abbrev=False, **texts)
     group = parser
     names = []
     # The class's own fields come first, then those that it inherits.
     for entry in sorted(fields(cls), key=lambda entry: entry.name not in cls.__annotations__):
         if entry.name in hidden:
             continue
-        if entry.name in headings:
-            group = parser.add_argument_group(headings[entry.name])
+        if entry.metadata["group"]:
+            group = parser.add_argument_group(entry.metadata["group"])
         help = entry.metadata["help"]
-        shown = shown_defaults.get(entry.name, entry.default)
+        shown = defaults.get(entry.name, entry.default)
         if shown is not None and shown is not False and shown != "{}":
             help += f" (default: {shown})"
         kind = _type_of(entry)
