@@ -1,8 +1,6 @@
 """Agents written for the OpenAI client, in process: flatrl/chat/client.py.
 
-The engine says its lines (see test_agent_loop.py) and keeps what it was asked and what it said, so
-that each output can be compared with it, token by token. All runs on one Background, as in a run.
-"""
+The engine says its lines (see test_agent_loop.py). All runs on one Background, as in a run."""
 
 import asyncio
 import json
@@ -20,7 +18,6 @@ from test_agent_loop import (
     SUM,
     Script,
     assert_output,
-    call,
     called,
     encode,
     logprobs_of,
@@ -122,36 +119,6 @@ async def solve(client, messages, tools=(CALCULATOR,)) -> list:
             messages.append({"role": "tool", "tool_call_id": made.id, "content": result})
 
 
-# ---------------------------------------------------------------- one conversation
-
-
-def test_a_conversation_is_one_output(play, tokenizer):
-    completions = []
-
-    async def chat(client, prompt, **row):
-        completions.append(await client.create(messages=prompt, tools=[CALCULATOR]))
-        first = completions[0].choices[0].message
-        answer = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "2"}
-        await solve(client, [*prompt, first, answer])
-        return 0.5
-
-    second = call(expression="2*3")
-    (output,), engine = play(chat, "First " + SUM, second, ANSWER)
-    assert output.prompt_ids == encode(tokenizer, FIRST_WITH_TOOLS)
-    parts = [(1, "First " + SUM + END), tool_turn("2"), (2, second + END), tool_turn("6")]
-    assert_output(output, engine, *parts, (3, ANSWER + END))
-    assert output.messages[1]["tool_calls"] == called(("calculator", {"expression": "1+1"}), turn=1)
-    assert (output.reward, output.stop_reason, output.num_turns) == (0.5, "stop", 6)
-
-    (completion,) = completions
-    (choice,) = completion.choices
-    ids = encode(tokenizer, "First " + SUM + END)
-    assert completion.prompt_token_ids == engine.prompts[0]
-    assert (choice.token_ids, choice.finish_reason) == (ids, "tool_calls")
-    usage = completion.usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (len(engine.prompts[0]), len(ids))
-
-
 # ---------------------------------------------------------------- what continues, and what forks
 
 
@@ -166,22 +133,37 @@ def as_a_framework_sends_it(message) -> dict:
 
 
 @pytest.mark.parametrize("back", [lambda message: message, as_a_framework_sends_it])
-def test_replies_as_clients_send_them_back_continue_and_what_the_agent_made_up_is_given(play, back):
+def test_a_conversation_is_one_output(play, tokenizer, back):
+    """What the agent made up for the assistant is given."""
     made_up = {"role": "assistant", "content": "7", "reasoning": "A lucky one."}
+    completions = []
 
     async def chat(client, prompt, **row):
-        first = await ask(client, *prompt, tools=[CALCULATOR])
+        completions.append(await client.create(messages=prompt, tools=[CALCULATOR]))
+        first = completions[0].choices[0].message
         answer = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "2"}
         history = [*prompt, back(first), answer]
         second = await ask(client, *history, tools=[CALCULATOR])
         history += [back(second), user("Guess"), made_up, user("Sure?")]
         await ask(client, *history, tools=[CALCULATOR])
+        return 0.5
 
+    said = "Hm.\n" + SUM + END
     (output,), engine = play(chat, "Hm.\n" + SUM, "\n é 2 ", ANSWER)
-    parts = [(1, "Hm.\n" + SUM + END), tool_turn("2"), (2, "\n é 2 " + END)]
+    parts = [(1, said), tool_turn("2"), (2, "\n é 2 " + END)]
     thought = "<think>A lucky one.</think>"
     given = user_turn("Guess") + thought + "7" + END + user_turn("Sure?")
+    assert output.prompt_ids == encode(tokenizer, FIRST_WITH_TOOLS)
     assert_output(output, engine, *parts, given, (3, ANSWER + END))
+    assert output.messages[1]["tool_calls"] == called(("calculator", {"expression": "1+1"}), turn=1)
+    assert (output.reward, output.stop_reason, output.num_turns) == (0.5, "stop", 6)
+
+    (choice,) = completions[0].choices
+    usage = completions[0].usage
+    ids = encode(tokenizer, said)
+    assert completions[0].prompt_token_ids == engine.prompts[0]
+    assert (choice.token_ids, choice.finish_reason) == (ids, "tool_calls")
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(engine.prompts[0]), len(ids))
 
 
 # In place: the client got the same objects in an earlier call.
@@ -269,18 +251,14 @@ def test_a_reply_without_an_end_of_turn_continues(play, how, line, said, reason)
 # ---------------------------------------------------------------- budgets, errors, time
 
 
-@pytest.mark.parametrize("limit", [
-    {"max_response_tokens": 16},  # of the call and its answer
-    {"max_model_len": 17 + 16},  # and of the prompt
-])  # fmt: skip
-def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play, limit):
+def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play):
     async def chat(client, prompt, **row):
         try:
             await solve(client, prompt)
         except OutOfBudget:  # as a framework hides it
             raise ExceptionGroup("errors in a TaskGroup", [KeyError("state")]) from None
 
-    (output,), engine = play(chat, SUM, **limit)
+    (output,), engine = play(chat, SUM, max_response_tokens=16)  # of the call and its answer
     assert_output(output, engine, (1, SUM + END))
     assert (output.stop_reason, output.truncated, output.reward) == ("length", True, None)
 

@@ -1,21 +1,16 @@
-"""Anthropic's Messages API over HTTP, made by ChatClient.create like the APIs of OpenAI.
+"""Anthropic's Messages API over HTTP, on top of the chat requests of flatrl/chat/openai_api.py.
 
-flatrl/chat/endpoint.py is the server. What flatrl/chat/openai_api.py lists holds here, too. In
-Anthropic's words:
+In Anthropic's words:
 
     system, messages   have blocks of text, image (base64), tool_use, tool_result and thinking.
                        A prefilled reply is refused. is_error is ignored: the text has to say it
     tools              have an input_schema; the tools that Anthropic runs are refused
     tool_choice        "any" and a named tool count as "auto", with a warning
     stream             works, but every block arrives as one delta
-    stop_sequences, max_tokens, disable_parallel_tool_use
-                       work as Anthropic's
-    output_config.format
-                       is refused
     thinking, output_config.effort, context_management
                        are ignored, with one warning for each name
-    thread             is refused in the way that makes the client send all messages each time
-    count_tokens       renders the messages anew
+    output_config.format, thread
+                       are refused
 
 A reply has a thinking block if the model reasons, whatever the request says."""
 
@@ -33,9 +28,7 @@ CHANGING_LINE = "x-anthropic-billing-header"
 
 
 def chat_of(body: dict) -> dict:
-    """Returns the body of the chat request that is equivalent to a Messages request.
-
-    Raises ValueError if there is none."""
+    """Returns a Messages request as a chat request. Raises ValueError if there is none."""
     translated = {"system", "messages", "tools", "tool_choice", "stop_sequences", "output_config"}
     chat = {name: value for name, value in body.items() if name not in translated}
     chat["messages"] = _messages(body)
@@ -48,21 +41,17 @@ def chat_of(body: dict) -> dict:
     if choice["type"] == "tool":
         chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
 
-    output = body.get("output_config") or {}
-    chat["reasoning_effort"] = output.get("effort")
-    chat["output_config.format"] = output.get("format")
+    for name, value in (body.get("output_config") or {}).items():
+        chat[f"output_config.{name}"] = value
     return chat
 
 
 def _messages(body):
     """Returns the system prompt and the messages of a request as chat messages."""
-    messages = []
-    system = _content(body.get("system"))
-    for part in system:
-        part["text"] = re.sub(rf"(?m)^{CHANGING_LINE}.*\n?", "", part["text"])
-    system = [part for part in system if part["text"]]
-    if system:
-        messages.append({"role": "system", "content": system})
+    texts = [part["text"] for part in _content(body.get("system"))]
+    texts = [re.sub(rf"(?m)^{CHANGING_LINE}.*\n?", "", text) for text in texts]
+    system = "".join(texts)
+    messages = [{"role": "system", "content": system}] if system else []
     for message in body["messages"]:
         messages += _chat_messages(message)
     if messages[-1]["role"] == "assistant":
@@ -78,8 +67,8 @@ def _chat_messages(message):
     for block in _blocks(message["content"]):
         if block["type"] == "tool_result":
             content = _content(block.get("content"))
-            result = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
-            results.append(result)
+            told = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+            results.append(told)
         elif block["type"] == "tool_use":
             made = function_call(block["id"], block["name"], block["input"])
             chat.setdefault("tool_calls", []).append(made)
@@ -122,16 +111,12 @@ def _function(tool):
     """Returns a tool as one of chat completions."""
     if tool.get("type") not in (None, "custom"):
         raise ValueError(f"supported are tools with an input_schema, not {tool['type']!r:.80}")
-    function = {"name": tool["name"], "parameters": tool["input_schema"]}
-    if tool.get("description"):
-        function["description"] = tool["description"]
-    return {"type": "function", "function": function}
+    function = {key: tool[key] for key in ("name", "description") if tool.get(key)}
+    return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
 
 
 def message_of(completion) -> dict:
-    """Returns the message that answers a request.
-
-    Its blocks are the reply's reasoning, its text and its tool calls."""
+    """Returns the message that answers a request: reasoning, text and tool calls."""
     choice = completion.choices[0]
     reply = choice.message
     blocks = []
@@ -159,8 +144,6 @@ def message_of(completion) -> dict:
         "usage": {
             "input_tokens": completion.usage.prompt_tokens,
             "output_tokens": completion.usage.completion_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
         },
     }
 
@@ -173,7 +156,7 @@ DELTAS = {
 }
 
 
-def events(message: dict) -> Iterator[dict]:
+def events(message: dict, request: dict) -> Iterator[dict]:
     """Yields a message as it is streamed; every block is one delta."""
     end = {name: message[name] for name in ("stop_reason", "stop_sequence")}
     usage = message["usage"] | {"output_tokens": 0}
@@ -189,9 +172,11 @@ def events(message: dict) -> Iterator[dict]:
     yield {"type": "message_stop"}
 
 
-def error(status: int, message: str, code: str) -> dict:
+def error(message: str, code: str) -> dict:
     """Returns an error in Anthropic's form; code: as from flatrl.chat.openai_api.error."""
-    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    kind = "authentication_error" if code == "invalid_api_key" else "invalid_request_error"
+    if message.endswith("not supported: thread"):
+        code = "thread_unsupported_request"  # the client then sends the whole conversation
     if code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # agents that compact look for these words
     details = {"error_code": code}

@@ -34,9 +34,7 @@ class ChatClient:
     token sequence. Any other call starts a sequence of its own, so rewritten histories and
     sub-agents become several outputs.
 
-    The agent may choose max_tokens and stop. Temperature and the like stay the run's, because
-    the trainer has to know them. Calls raise OutOfBudget when the rollout's tokens or turns
-    are used up."""
+    Calls raise OutOfBudget when the rollout's tokens or turns are used up."""
 
     def __init__(self, loop, sampling_params, row_images=()):
         self.loop = loop
@@ -67,17 +65,13 @@ class ChatClient:
     ):
         """Returns an openai ChatCompletion, with vLLM's prompt_token_ids and token_ids.
 
-        One of vLLM's extras works, in extra_body or as a plain argument: `chat_template_kwargs`
-        overrides --chat_template_args.
-
-        Raises ValueError for stream, n > 1, response_format, a forced tool_choice, and content
-        other than text (and, for vision models, images as data: URLs). The endpoint takes stream
-        and tool_choice: see flatrl/chat/openai_api.py."""
+        `chat_template_kwargs`, also in extra_body, overrides --chat_template_args. Raises
+        ValueError for stream, n > 1, response_format, a forced tool_choice (the endpoint takes
+        the first and the last), and content other than text and, for vision models, images as
+        data: URLs."""
         is_forced = tool_choice not in (None, "auto", "none")
         if stream or is_forced or others.get("n") not in (None, 1) or others.get("response_format"):
-            raise ValueError(
-                "not supported in process: stream, n > 1, response_format, a forced tool_choice"
-            )
+            raise ValueError("in process: no stream, n > 1, response_format or forced tool_choice")
         others.update(extra_body or {})
         if max_completion_tokens is not None:
             max_tokens = max_completion_tokens
@@ -93,39 +87,40 @@ class ChatClient:
         self.turns += 1
         trajectory.turn = self.turns
         n_tokens_before = len(trajectory.response_ids)
-        if earlier:
-            self.trajectories.remove(earlier)  # parallel calls never share a trajectory
-        try:
-            text = await self._sample(trajectory, sampling)
-        except BaseException:  # nobody reads a reply: the trajectory is as before the call
-            if earlier:
-                self.trajectories.append(earlier)
-            raise
-        stop_string = self._read(trajectory, text, sampling, tools, parallel_tool_calls is False)
+        text = await self._sample(trajectory, earlier, sampling)
+
+        only_one = parallel_tool_calls is False
+        stop_string = self._read(trajectory, text, sampling.get("stop", ()), tools, only_one)
         trajectory.identities = [*identities, _identity(trajectory.messages[-1])]
         trajectory.tools = tools, template
         self.trajectories.append(trajectory)
         return self._completion(trajectory, n_tokens_before, stop_string)
 
-    def _read(self, trajectory, text, sampling, tools, only_one):
-        """Cuts the stop string off the reply, and parses its tool calls; text: None if cut off.
+    def _read(self, trajectory, text, stops, tools, only_one):
+        """Cuts the stop string off the reply, and reads its tool calls; text: None if cut off.
 
-        Returns the stop string that ended the reply, or None."""
+        Malformed calls stay text, as in vLLM. Returns the stop string, or None."""
         trajectory.count("turns")
         reply = trajectory.messages[-1]
         text = text or ""
-        found = [string for string in sampling.get("stop", ()) if string in text]
+        found = [string for string in stops if string in text]
         stop_string = min(found, key=text.index, default=None)
         if stop_string:  # sampled, but not part of the reply
             text = text.split(stop_string)[0]
             reply["content"] = reply["content"].split(stop_string)[0]
         if text and tools:
-            calls = self._calls(text, tools, only_one, reply, trajectory.turn)
+            args = self.loop.args
+            content, calls = parse_tool_calls(text, args.tool_parser, self.loop.tokenizer, tools)
+            if any(call["error"] for call in calls):
+                calls = []
+            if only_one:
+                calls = calls[:1]
+            if calls:
+                set_tool_calls(reply, content, calls, trajectory.turn)
             trajectory.count("tool_calls", len(calls))
             offered = [tool.get("function", {}).get("name") for tool in tools]
-            for made in calls:
-                if made["name"] in offered:  # the model may write any name
-                    trajectory.count(f"tool_calls/{made['name']}")
+            for name in [made["name"] for made in calls if made["name"] in offered]:
+                trajectory.count(f"tool_calls/{name}")
         return stop_string
 
     def _sampling(self, max_tokens, stop):
@@ -139,29 +134,22 @@ class ChatClient:
             sampling["stop"] = [stop] if isinstance(stop, str) else stop
         return sampling
 
-    async def _sample(self, trajectory, sampling):
-        """Samples a turn in a task of its own, which `close` can cancel. Returns its text."""
+    async def _sample(self, trajectory, earlier, sampling):
+        """Samples a turn of the trajectory, which takes the place of the earlier one.
+
+        The earlier one stays if there is no reply, or nobody waits for it. Returns the text."""
+        if earlier:
+            self.trajectories.remove(earlier)  # parallel calls never share a trajectory
         task = asyncio.ensure_future(self.loop.assistant_turn(trajectory, sampling))
         self.tasks.append(task)
         try:
             return await task
-        except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():  # the agent was cancelled, not this turn
-                raise
-            raise OutOfBudget("the trajectory is over") from None
-
-    def _calls(self, text, tools, only_one, reply, turn):
-        """Parses a turn's tool calls into its message; malformed ones stay text, as in vLLM."""
-        content, calls = parse_tool_calls(
-            text, self.loop.args.tool_parser, self.loop.tokenizer, tools
-        )
-        if any(call["error"] for call in calls):
-            return []
-        if only_one:
-            calls = calls[:1]
-        if calls:
-            set_tool_calls(reply, content, calls, turn)
-        return calls
+        except BaseException:
+            if earlier:
+                self.trajectories.append(earlier)
+            if self.over and task.cancelled():
+                raise OutOfBudget("the trajectory is over") from None
+            raise
 
     def _earlier(self, identities, tools, template):
         """Returns the longest trajectory that messages with these identities extend, or None."""
@@ -196,7 +184,7 @@ class ChatClient:
         return trajectory
 
     def count_tokens(self, messages: list[dict], tools: list[dict]) -> int:
-        """Returns how many tokens the prompt of a call would have that begins a sequence."""
+        """Returns how many tokens these messages have as a prompt."""
         prompt, images = self._plain_chat(messages)
         row = {"prompt": prompt, "images": images}
         return len(self.loop.start(row, tools, self.trusted).prompt_ids)
@@ -224,18 +212,13 @@ class ChatClient:
         messages = [self._plain(message, images, row_images) for message in messages]
         n_left = len([*row_images])
         if 0 < n_left < len(self.row_images):
-            raise ValueError(
-                "supported are all images of the row's prompt or none; send single ones as "
-                "image_url"
-            )
+            raise ValueError("send all images of the row's prompt, or none, or some as image_url")
         return messages, images
 
     def _plain(self, message, images, row_images):
         """Returns any client's chat message in the form that templates expect.
 
-        Its content becomes a text or a list of parts, the arguments of its calls a dict. Its
-        images are added to `images`. row_images: an iterator of those that the row's own parts
-        stand for."""
+        Its images are added to `images`. row_images: an iterator over those of the row."""
         if not isinstance(message, dict):
             message = message.model_dump(exclude_none=True)
         content = message.get("content") or ""
@@ -284,8 +267,7 @@ class ChatClient:
             images.append(image)
             return part
         url = part.get("image_url")
-        if isinstance(url, dict):
-            url = url["url"]
+        url = url["url"] if isinstance(url, dict) else url
         head, _, data = str(url).partition(";base64,")
         if not head.startswith("data:image/"):
             raise ValueError("supported are text and image_url, only data:image/...;base64")
@@ -294,9 +276,7 @@ class ChatClient:
         return {"type": "image", "image": hashlib.sha256(data.encode()).hexdigest()}
 
     def _completion(self, trajectory, n_tokens_before, stop_string):
-        """Returns the last turn, which follows n_tokens_before tokens, as a ChatCompletion.
-
-        A choice has vLLM's stop_reason: the stop string that ended it, or None."""
+        """Returns the last turn, which follows n_tokens_before tokens, as a ChatCompletion."""
         from openai.types.chat import ChatCompletion
 
         ids = trajectory.response_ids[n_tokens_before:]
@@ -304,18 +284,13 @@ class ChatClient:
         message = copy.deepcopy(trajectory.messages[-1])
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-        reason = trajectory.stop_reason
+        reason = "length" if trajectory.stop_reason == "length" else "stop"
         if "tool_calls" in message:
             reason = "tool_calls"
-        elif reason == "abort":
-            reason = "stop"
-        choice = {"index": 0, "message": message, "finish_reason": reason}
-        choice |= {"token_ids": ids, "stop_reason": stop_string}
-        usage = {
-            "prompt_tokens": len(prompt),
-            "completion_tokens": len(ids),
-            "total_tokens": len(prompt) + len(ids),
-        }
+        choice = {"index": 0, "message": message, "finish_reason": reason, "token_ids": ids}
+        choice["stop_reason"] = stop_string  # as in vLLM
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
+        usage["total_tokens"] = sum(usage.values())
         return ChatCompletion(
             id=f"chatcmpl-{trajectory.request_id}-{self.turns}",
             object="chat.completion",
@@ -325,12 +300,6 @@ class ChatClient:
             usage=usage,
             prompt_token_ids=prompt,
         )
-
-    @property
-    def exhausted(self) -> str | None:
-        """ "length" or "max_turns" if nothing is left, from which an agent's error may come."""
-        is_full = self.trajectories and self.loop.room(self.trajectories[-1]) < 1
-        return "length" if is_full else self.refused
 
     def outputs(self) -> list[AgentLoopOutput]:
         """Returns the outputs of all token sequences, the most recently asked last."""
@@ -359,8 +328,7 @@ def _word(id):
 class ChatAgentLoop(AgentLoopBase):
     """The base class of agents written for the OpenAI client: a subclass writes `chat`.
 
-    A rollout that runs out of tokens, turns or time keeps what it has so far. Any other
-    exception drops it."""
+    A rollout that runs out of tokens, turns or time keeps its replies. Any other error drops it."""
 
     async def chat(self, client: ChatClient, **row) -> float | None:
         """Holds the whole conversation for one row.
@@ -380,9 +348,10 @@ class ChatAgentLoop(AgentLoopBase):
                     client.reward = reward
                 cut_off = client.refused  # an agent, or a program, may just end after that
         except Exception:  # frameworks wrap OutOfBudget in errors of their own
-            if not client.exhausted and not budget.expired():
+            is_full = client.trajectories and self.room(client.trajectories[-1]) < 1
+            if not (client.refused or is_full or budget.expired()):
                 raise
-            cut_off = client.exhausted or "timeout"
+            cut_off = client.refused or ("length" if is_full else "timeout")
         finally:
             await client.close()
         outputs = client.outputs()

@@ -12,16 +12,14 @@ gets to any framework:
             ...             # calls the model, its own tools, other agents
             return None     # or the reward; without one the task's `reward` is asked
 
-Every rollout has its own base_url and its own key; Anthropic's client takes the same two strings.
-The requests, chat completions, Responses or Messages, are recorded as exact tokens (see
-flatrl.chat.client.ChatClient, which also works in process, without HTTP). openai_api.py and
-anthropic_api.py list what a request may hold. The agent, or whoever else knows the reward, may also
-post it before the agent returns:
+Every rollout has its own base_url and key, which Anthropic's client takes as well. Its requests
+(chat completions, Responses or Messages) are recorded as exact tokens. openai_api.py and
+anthropic_api.py list what they may hold. The agent may also post its reward before it returns:
 
     POST {base_url}/reward   {"reward": 1.0}
 
-Commands that the policy runs can post one, too, if they read the key. If the policy has a shell,
-return the reward from `agent`: that one counts.
+So may commands that the policy runs, if they read the key. If the policy has a shell, return the
+reward from `agent`: that one counts.
 
 The server binds to 127.0.0.1 at a free port, and answers only requests with the rollout's key. See
 examples/langgraph_math.py."""
@@ -31,10 +29,10 @@ import functools
 import hmac
 import importlib
 import json
+import operator
 import os
 import secrets
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jinja2 import TemplateError
 from starlette.applications import Starlette
@@ -47,14 +45,14 @@ from flatrl.chat import anthropic_api, openai_api
 from flatrl.chat.client import ChatAgentLoop, ChatClient, OutOfBudget
 
 # What a malformed request raises, here or in a template.
-BAD_REQUEST = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-    TemplateError,
-)
+BAD_REQUEST = (ValueError, TypeError, LookupError, AttributeError, RecursionError, TemplateError)
+
+# An API's path: its request as a chat request; a completion as its reply; that reply as a stream.
+APIS = {
+    "chat/completions": (dict, operator.methodcaller("model_dump"), openai_api.chunks),
+    "responses": (openai_api.chat_of, openai_api.response_of, openai_api.events),
+    "messages": (anthropic_api.chat_of, anthropic_api.message_of, anthropic_api.events),
+}
 
 MAX_BODY = 4 << 20  # bytes of a request: while one is read, all rollouts wait
 MAX_BODY_WITH_IMAGES = 32 << 20
@@ -77,18 +75,12 @@ class ChatEndpoint:
         self.clients: dict[str, tuple[ChatClient, str]] = {}  # a rollout's name -> client, key
         self.url: str | None = None
         self.started: asyncio.Future | None = None
-        openai = openai_api.error
-        anthropic = anthropic_api.error
-        paths = {
-            "chat/completions": (self.chat, openai),
-            "responses": (self.respond, openai),
-            "messages": (self.message, anthropic),
-            "messages/count_tokens": (self.count_tokens, anthropic),
-            "reward": (self.take_reward, openai),
-        }
+        paths = {path: functools.partial(self.ask, *api) for path, api in APIS.items()}
+        paths |= {"messages/count_tokens": self.count_tokens, "reward": self.take_reward}
         routes = []
-        for path, answer in paths.items():
-            handler = functools.partial(self.reply, *answer)
+        for path, make in paths.items():
+            form = anthropic_api.error if path.startswith("messages") else openai_api.error
+            handler = functools.partial(self.reply, make, form)
             # Anthropic's client adds v1 to its base_url, OpenAI's does not.
             for place in ("/{name}/v1", "/{name}/v1/v1"):
                 routes.append(Route(f"{place}/{path}", handler, methods=["POST"]))
@@ -111,19 +103,17 @@ class ChatEndpoint:
         _bypass_proxies()
         # This import takes seconds, in which the event loop must go on.
         await in_thread(importlib.import_module, "vllm.entrypoints.openai.responses.utils")
-        listening = socket.socket()
-        listening.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         config = uvicorn.Config(
-            self.app, log_level="error", lifespan="off", backlog=4096, timeout_keep_alive=60
+            self.app, port=0, log_level="error", lifespan="off", backlog=4096, timeout_keep_alive=60
         )
         self.server = uvicorn.Server(config)
-        self.serving = asyncio.ensure_future(self.server.serve(sockets=[listening]))
+        self.serving = asyncio.ensure_future(self.server.serve())
         while not self.server.started:
             if self.serving.done():
-                problem = self.serving.exception()
-                raise RuntimeError("the chat endpoint did not start") from problem
+                raise RuntimeError("the chat endpoint did not start") from self.serving.exception()
             await asyncio.sleep(0.01)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
 
     def client_of(self, request: Request) -> ChatClient | None:
         """Returns the client of the request's rollout, or None without that rollout's key."""
@@ -134,36 +124,15 @@ class ChatEndpoint:
                 return client
         return None
 
-    async def chat(self, client: ChatClient, body: dict) -> Response:
-        """Answers a request for a chat completion."""
+    async def ask(self, chat_of, reply_of, events, client: ChatClient, body: dict) -> Response:
+        """Answers a request for a reply; a stream replays it. The functions: see APIS."""
         stream = body.pop("stream", False)
-        options = body.get("stream_options") or {}
-        completion = await client.create(**openai_api.arguments(body))
+        completion = await client.create(**openai_api.arguments(chat_of(body)))
+        reply = reply_of(completion)
         if not stream:
-            return JSONResponse(completion.model_dump())
-        chunks = openai_api.chunks(completion, bool(options.get("include_usage")))
-        return _streamed(chunks, named=False)
-
-    async def respond(self, client: ChatClient, body: dict) -> Response:
-        """Answers a request of the Responses API."""
-        stream = body.pop("stream", False)
-        completion = await client.create(**openai_api.arguments(openai_api.chat_of(body)))
-        response = openai_api.response_of(completion)
-        if not stream:
-            return JSONResponse(response)
-        return _streamed(openai_api.events(response), named=True)
-
-    async def message(self, client: ChatClient, body: dict) -> Response:
-        """Answers a request of the Messages API without `thread`; a stream replays the reply."""
-        if body.get("thread"):  # the client then sends the whole conversation each time
-            code = "thread_unsupported_request"
-            return JSONResponse(anthropic_api.error(400, "not supported: thread", code), 400)
-        stream = body.pop("stream", False)
-        completion = await client.create(**openai_api.arguments(anthropic_api.chat_of(body)))
-        message = anthropic_api.message_of(completion)
-        if not stream:
-            return JSONResponse(message)
-        return _streamed(anthropic_api.events(message), named=True)
+            return JSONResponse(reply)
+        sent = openai_api.server_sent(events(reply, body))
+        return StreamingResponse(sent, media_type="text/event-stream")
 
     async def count_tokens(self, client: ChatClient, body: dict) -> Response:
         """Counts the tokens of a Messages request."""
@@ -184,13 +153,11 @@ class ChatEndpoint:
         form: puts an error into the words of the API."""
         client = self.client_of(request)
         if client is None:
-            problem = form(401, "unknown rollout or wrong key", "invalid_api_key")
-            return JSONResponse(problem, 401)
+            return JSONResponse(form("unknown rollout or wrong key", "invalid_api_key"), 401)
         try:
             body = await _body(request, client.loop.processor is not None)
             if body is None:
-                problem = form(413, "the request is too large", "request_too_large")
-                return JSONResponse(problem, 413)
+                return JSONResponse(form("the request is too large", "request_too_large"), 413)
             work = asyncio.ensure_future(make(client, json.loads(body)))
             left = asyncio.ensure_future(request.receive())  # until the client has left
             left.add_done_callback(lambda _: work.cancel())  # nobody reads the reply
@@ -201,10 +168,10 @@ class ChatEndpoint:
         except (asyncio.CancelledError, ClientDisconnect):
             return Response(status_code=499)
         except OutOfBudget as error:
-            problem = form(400, str(error), "context_length_exceeded")
+            return JSONResponse(form(str(error), "context_length_exceeded"), 400)
         except BAD_REQUEST as error:
-            problem = form(400, f"{type(error).__name__}: {error}", "invalid_request")
-        return JSONResponse(problem, 400)
+            problem = form(f"{type(error).__name__}: {error}", "invalid_request")
+            return JSONResponse(problem, 400)
 
 
 ENDPOINT = ChatEndpoint()
@@ -220,11 +187,6 @@ async def _body(request, has_images):
         if len(body) <= limit:
             body += chunk
     return body if len(body) <= limit else None
-
-
-def _streamed(events: Iterator[dict], named: bool) -> Response:
-    """Returns events as a stream of server-sent ones. named: each with the name of its type."""
-    return StreamingResponse(openai_api.server_sent(events, named), media_type="text/event-stream")
 
 
 class EndpointLoop(ChatAgentLoop):

@@ -1,85 +1,53 @@
 """OpenAI's chat completions and Responses over HTTP, both made by ChatClient.create.
 
-flatrl/chat/endpoint.py is the server. Besides its messages, a request may hold:
+Besides its messages, a request may hold:
 
     stream             works, but the whole reply arrives as one chunk
-                       (stream_options.include_usage works as OpenAI's)
-    tools              works as OpenAI's
+    tools, max_tokens, max_completion_tokens, max_output_tokens, stop, chat_template_kwargs
+                       work as OpenAI's and vLLM's
     parallel_tool_calls=false
                        keeps only the first of several calls
     tool_choice        "none" works; "required" and a named tool count as "auto", with a
                        warning, so the reply is sampled freely and trained
-    max_tokens, max_completion_tokens, max_output_tokens, stop, chat_template_kwargs
-                       work as OpenAI's and vLLM's
     RUNS_OWN           is ignored, with one warning for each name: the run's values are used
     NO_MATTER          is ignored: it makes no difference here
     anything else      is refused if it is set: n > 1, for example, and a response_format, whose
-                       constrained tokens the trainer could not score
+                       constrained tokens the trainer could not score. So is a reference to an
+                       earlier response, because none is stored"""
 
-A developer message is a system message. Responses are not stored: a request that refers to one by
-its id is refused."""
-
+import functools
 import itertools
 import json
 import sys
 import time
 from collections.abc import Iterator
 
-CREATE = {
-    "messages",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "stop",
-    "max_tokens",
-    "max_completion_tokens",
-    "chat_template_kwargs",
-}
-RUNS_OWN = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "reasoning",
-    "reasoning_effort",
-    "verbosity",
-    "thinking",
-    "context_management",
-}
-NO_MATTER = {
-    "model",
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "return_token_ids",
-    "prediction",
-    "truncation",
-    "stream_options",
-    "cache_control",
-    "inference_geo",
-    "speed",
-}
-warned: set[str] = set()
+CREATE = set(
+    "messages tools tool_choice parallel_tool_calls stop max_tokens max_completion_tokens "
+    "chat_template_kwargs".split()
+)
+RUNS_OWN = set(
+    "temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty "
+    "logit_bias reasoning reasoning_effort output_config.effort verbosity thinking "
+    "context_management".split()
+)
+NO_MATTER = set(
+    "model user metadata store service_tier safety_identifier prompt_cache_key "
+    "prompt_cache_retention return_token_ids prediction truncation stream_options cache_control "
+    "inference_geo speed".split()
+)
+# The values that ask for nothing special.
+USUAL = {"n": 1, "response_format": {"type": "text"}}
 
 
+@functools.cache
 def warn_once(text: str) -> None:
     """Prints a warning unless it was printed before."""
-    if text not in warned:
-        warned.add(text)
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def error(status: int, message: str, code: str) -> dict:
-    """Returns an error in OpenAI's form. status: unused here; anthropic_api.error needs it."""
+def error(message: str, code: str) -> dict:
+    """Returns an error in OpenAI's form."""
     return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 
@@ -87,12 +55,8 @@ def arguments(body: dict) -> dict:
     """Returns the arguments of ChatClient.create for the body of a chat request.
 
     Raises ValueError for what the table above refuses."""
-    body = dict(body)
-    if body.get("n") == 1:
-        del body["n"]
-    if body.get("response_format") == {"type": "text"}:  # which is no constraint
-        del body["response_format"]
-    unknown = {name for name, value in body.items() if value} - CREATE - RUNS_OWN - NO_MATTER
+    asked = {name for name, value in body.items() if value and value != USUAL.get(name)}
+    unknown = asked - CREATE - RUNS_OWN - NO_MATTER
     if unknown:
         raise ValueError(f"not supported: {', '.join(sorted(unknown))}")
     for name in sorted(RUNS_OWN & body.keys()):
@@ -106,9 +70,8 @@ def arguments(body: dict) -> dict:
     return result
 
 
-def chunks(completion, include_usage: bool) -> Iterator[dict]:
+def chunks(whole: dict, request: dict) -> Iterator[dict]:
     """Yields a chat completion as it is streamed: its message, then the reason for its end."""
-    whole = completion.model_dump()
     head = {key: whole[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
     (choice,) = whole["choices"]
@@ -119,16 +82,17 @@ def chunks(completion, include_usage: bool) -> Iterator[dict]:
     end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
     yield head | {"choices": [choice | {"delta": delta, "finish_reason": None}]}
     yield head | {"choices": [end]}
-    if include_usage:
+    if (request.get("stream_options") or {}).get("include_usage"):
         yield head | {"choices": [], "usage": whole["usage"]}
 
 
-def server_sent(events: Iterator[dict], named: bool) -> Iterator[str]:
-    """Yields server-sent events, named by their type (Responses) or ended by [DONE] (chat)."""
+def server_sent(events: Iterator[dict]) -> Iterator[str]:
+    """Yields server-sent events: named by their type, or, of chat completions, ended by [DONE]."""
     for event in events:
-        name = f"event: {event['type']}\n" if named else ""
-        yield f"{name}data: {json.dumps(event)}\n\n"
-    if not named:
+        if "type" in event:
+            yield f"event: {event['type']}\n"
+        yield f"data: {json.dumps(event)}\n\n"
+    if "type" not in event:
         yield "data: [DONE]\n\n"
 
 
@@ -136,18 +100,8 @@ def server_sent(events: Iterator[dict], named: bool) -> Iterator[str]:
 
 
 def chat_of(body: dict) -> dict:
-    """Returns the body of the chat request that is equivalent to a Responses request.
-
-    Raises ValueError if there is none."""
-    translated = {
-        "input",
-        "instructions",
-        "tools",
-        "tool_choice",
-        "text",
-        "max_output_tokens",
-        "include",
-    }
+    """Returns a Responses request as a chat request. Raises ValueError if there is none."""
+    translated = {"input", "instructions", "tools", "tool_choice", "text", "max_output_tokens"}
     chat = {name: value for name, value in body.items() if name not in translated}
     chat["messages"] = _messages(body)
     tools = body.get("tools") or []
@@ -162,8 +116,7 @@ def chat_of(body: dict) -> dict:
     chat["verbosity"] = text.get("verbosity")
     chat["response_format"] = text.get("format")
     chat["max_completion_tokens"] = body.get("max_output_tokens")
-    include = set(body.get("include") or ())
-    chat["include"] = include - {"reasoning.encrypted_content"}  # there is none
+    chat["include"] = set(body.get("include") or ()) - {"reasoning.encrypted_content"}
     return chat
 
 
@@ -174,12 +127,11 @@ def _messages(body):
 
     try:
         request = ResponsesRequest(input=body["input"], instructions=body.get("instructions"))
-        messages = construct_input_messages(
+        return construct_input_messages(
             request_instructions=request.instructions, request_input=request.input
         )
     except Exception as error:  # vLLM's own have no common base
         raise ValueError(f"input: {error}") from None
-    return messages
 
 
 def _function(item, *keys):
@@ -189,9 +141,7 @@ def _function(item, *keys):
 
 
 def response_of(completion) -> dict:
-    """Returns the response to a Responses request.
-
-    Its items are the reply's reasoning, its text and its tool calls."""
+    """Returns the response to a Responses request."""
     choice = completion.choices[0]
     usage = completion.usage
     is_cut = choice.finish_reason == "length"
@@ -201,11 +151,9 @@ def response_of(completion) -> dict:
         "object": "response",
         "created_at": int(time.time()),
         "model": "policy",
-        "error": None,
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": _items(choice, number),
-        "metadata": {},
         "usage": {
             "input_tokens": usage.prompt_tokens,
             "output_tokens": usage.completion_tokens,
@@ -230,12 +178,7 @@ def _items(choice, number):
         }
         items.append(item)
     if message.content or not message.tool_calls:
-        part = {
-            "type": "output_text",
-            "text": message.content,
-            "annotations": [],
-            "logprobs": [],
-        }
+        part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
         item = {
             "type": "message",
             "id": f"msg_{number}",
@@ -257,7 +200,7 @@ def _items(choice, number):
     return items
 
 
-def events(response: dict) -> Iterator[dict]:
+def events(response: dict, request: dict) -> Iterator[dict]:
     """Yields a response as it is streamed; every text is one delta."""
     numbers = itertools.count()
 
