@@ -17,6 +17,7 @@ import time
 from numbers import Real
 from pathlib import Path
 
+from flatrl.args import LOOP_SETTINGS
 from flatrl.files import read_json_lines, write_whole
 from flatrl.log import Listener
 
@@ -48,16 +49,14 @@ def write_page(runs: list[dict], file: Path):
 def read_run(folder: Path, tokenizer, n_tokens: int = TOKENS) -> dict:
     """Returns a run's data for the page. tokenizer: None shows tokens as numbers."""
     about = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+    args = about["args"]
+    args["agent_args"] = {name: args.pop(name) for name in LOOP_SETTINGS if name in args}
     rows = list(read_json_lines(folder / "metrics.jsonl"))
     names = sorted(set().union(*rows))
     return {
         "name": folder.resolve().name,
-        "args": about["args"],
-        "about": {
-            "command": " ".join(about["command"]),
-            "git": about["git"],
-            **about["versions"],
-        },
+        "args": args,
+        "about": {"command": " ".join(about["command"]), "git": about["git"]} | about["versions"],
         "columns": {name: [number(row.get(name)) for row in rows] for name in names},
         "trajectories": draw(folder, tokenizer, n_tokens),
     }
@@ -77,20 +76,15 @@ def draw(folder: Path, tokenizer, n_tokens: int) -> list[dict]:
     Each file gives its first groups, so that every evaluation shows the same rows."""
     files = []
     for kind in ("eval", "step"):
-        files += spread(sorted((folder / "rollouts").glob(f"{kind}_*.jsonl")))
+        found = sorted((folder / "rollouts").glob(f"{kind}_*.jsonl"))
+        n = min(len(found), FILES)
+        files += [found[(len(found) - 1) * k // max(n - 1, 1)] for k in range(n)]
     drawn = []
     for file in files:
         kind, _, step = file.stem.partition("_")
         for line in first_groups(file, n_tokens // len(files)):
             drawn.append({"kind": kind, "step": int(step)} | show(line, tokenizer))
     return drawn
-
-
-def spread(files: list[Path]) -> list[Path]:
-    """Returns at most FILES of the files, evenly spaced, with the first and the last."""
-    if len(files) <= FILES:
-        return files
-    return [files[(len(files) - 1) * k // (FILES - 1)] for k in range(FILES)]
 
 
 def first_groups(file: Path, n_tokens: int) -> list[dict]:
@@ -111,8 +105,7 @@ def first_groups(file: Path, n_tokens: int) -> list[dict]:
 def show(line: dict, tokenizer) -> dict:
     """Returns what the page shows of a line of rollouts/*.jsonl."""
     extra = line["extra"]
-    reward = line["reward"]
-    parts = reward if isinstance(reward, dict) else {}
+    parts = line["reward"] if isinstance(line["reward"], dict) else {}
     marks = [name for name in ("greedy", "filtered", "demonstration") if name in extra]
     prompt = "".join(token_texts(tokenizer, line["prompt_ids"]))
     return {
@@ -139,15 +132,13 @@ def show(line: dict, tokenizer) -> dict:
 def added_text(tokenizer, *ids: int) -> str:
     """Returns the text that consecutive tokens add after another token.
 
-    They are decoded after one, which is then cut off, because some tokenizers drop the space
-    before the very first token. Without a tokenizer, the text of token 7 is ⟨7⟩."""
+    Some tokenizers drop the space before the very first token. Without a tokenizer, the text of
+    token 7 is ⟨7⟩."""
     if not tokenizer:
         return f"⟨{ids[0]}⟩"
     first = tokenizer.encode("a", add_special_tokens=False)[-1:]
     decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    before = decode(first)
-    text = decode([*first, *ids])
-    return text[len(before) :]
+    return decode([*first, *ids])[len(decode(first)) :]
 
 
 def token_texts(tokenizer, ids: list[int]) -> list[str]:
@@ -186,22 +177,14 @@ def main(arguments: list[str] | None = None):
     """The command: see the module's docstring."""
     as_is = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_is)
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="the --output_dir of a run",
-    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's --output_dir")
     folders = parser.parse_args(arguments).runs
     for folder in folders:
         if not (folder / "args.json").is_file():
             parser.error(f"{folder} has no args.json: is it a run's --output_dir?")
     n_tokens = TOKENS // len(folders)
     runs = [read_run(folder, load_tokenizer(folder), n_tokens) for folder in folders]
-    page = Path("report.html")
-    if len(folders) == 1:
-        page = folders[0] / page
+    page = (folders[0] if len(folders) == 1 else Path()) / "report.html"
     write_page(runs, page)
     print(page)
 

@@ -55,7 +55,7 @@ class Batch(dict):
 
 
 def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(tmp_path):
-    folder = make_folder(tmp_path / "run", task=HOSTILE)
+    folder = make_folder(tmp_path / "run", task=HOSTILE, agent_args="{}", max_images=4)
     (folder / "metrics.jsonl").write_text(
         '{"step": 0, "eval/reward": 0.5}\n'
         '{"step": 1, "reward/mean": 0.25, "timing/idle_s": [1.0]}\n'
@@ -70,7 +70,8 @@ def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(t
         "timing/idle_s": [None, None, None],
     }
     assert run["about"] == {"command": "train.py", "git": "abc", "torch": "2"}
-    assert run["args"]["task"] == HOSTILE and run["trajectories"][0]["parts"][HOSTILE] == 0.5
+    assert run["args"] == {"model": None, "task": HOSTILE, "agent_args": {"max_images": 4}}
+    assert run["trajectories"][0]["parts"][HOSTILE] == 0.5
 
     page = (folder / "report.html").read_text()
     template = report.PAGE.read_text()
