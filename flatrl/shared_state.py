@@ -97,10 +97,13 @@ class _Stream:
 
 
 class _Sys(ModuleType):
-    """The class of `sys`."""
+    """The class of `sys`. Python makes all new modules by type(sys), and gets ordinary ones."""
 
     stdout = _Stream("stdout")
     stderr = _Stream("stderr")
+
+    def __new__(cls, *args):
+        return ModuleType(*args)
 
 
 def _start(thread):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import ModuleType
 
 import pytest
 import torch.distributed as dist
@@ -135,6 +136,7 @@ def test_what_a_thread_prints_is_its_own():
     before = sys.stdout
     assert in_threads(says, "a", "b") == ["a\nchild of a\n", "b\nchild of b\n"]
     assert sys.stdout is before
+    assert type(sys)("new").__class__ is ModuleType  # so Python makes each module that it imports
 
 
 def test_a_thread_has_no_say_in_how_others_tokenise(tokenizer, monkeypatch):
