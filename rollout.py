@@ -10,13 +10,11 @@ The engine is a state machine, so that nothing can be generated from stale weigh
     asleep --wake_weights--> weights --load_weights--> synced
     synced --wake_kv--> awake --sleep--> asleep
 
-A `Pool` starts groups of rollouts and hands out batches of those that are done. With
---max_staleness it hands out a batch while other agent loops are still running. These wait in
-`generate` during the update, while their tools keep running, and vLLM finishes their tokens with
-the new weights (`sleep(keep=True)`). A synchronous run is one with staleness 0.
-
-With --tp n, n consecutive ranks share one engine: the first of them, the leader, runs the agent
-loops, and the others follow its steps."""
+A `Pool` starts groups of rollouts and hands out batches of those that are done. In this file a
+group is all rollouts of a prompt. (Which units are compared is another matter: `output.group`.)
+With --max_staleness other agent loops are still running then. They wait in `generate` during the
+update, while their tools keep running, and vLLM finishes their tokens with the new weights
+(`sleep(keep=True)`). A synchronous run is one with staleness 0."""
 
 import asyncio
 import copy
@@ -116,8 +114,8 @@ class Engine:
     on belong to a padded vocabulary and are never sampled. Nor is image_token_id, the placeholder
     for images (None for a text model), because no image would belong to it.
 
-    With --tp every rank has an Engine. `generate` and `step` are called on the leader; the
-    other ranks of the team call `follow` meanwhile."""
+    With --tp n, n consecutive ranks are a team: `generate` and `step` are called on the first of
+    them, the leader, and the others call `follow` meanwhile."""
 
     def __init__(
         self,
@@ -361,11 +359,8 @@ class Engine:
         self._advance(added, runs_model=has_work)
 
     def _advance(self, added: Sequence[_Request] = (), runs_model=False, aborts_all=False):
-        """Makes all ranks of the team abort and start requests, and run a model step.
-
-        added: requests that start. runs_model: whether a model step follows, if there is anything
-        to compute. aborts_all: whether all requests are aborted; otherwise only those that were
-        given up."""
+        """Makes all ranks of the team abort requests that were given up, or all, start others, and
+        run a model step if there is anything to compute."""
         added = [request for request in added if not request.is_given_up]
         aborted = [
             call_id
@@ -462,6 +457,15 @@ class Engine:
 # ---------------------------------------------------------------- the rollouts of a step
 
 
+def _without(*marks: str) -> property:
+    """Returns a property of Rollouts: the outputs that have none of these marks in `extra`."""
+
+    def outputs(rollouts) -> list[AgentLoopOutput]:
+        return [output for output in rollouts.outputs if output.extra.keys().isdisjoint(marks)]
+
+    return property(outputs)
+
+
 @dataclass
 class Rollouts:
     """The rollouts of one step, from all ranks; or those of one prompt's group.
@@ -486,24 +490,9 @@ class Rollouts:
     sync_s: float = 0.0  # of the weight sync before
     graders: dict = field(default_factory=dict)  # (prompt, sample) -> this rank's asyncio task
 
-    @property
-    def sampled(self) -> list[AgentLoopOutput]:
-        """The outputs that the policy sampled: no greedy baselines, no demonstrations."""
-        return self._without("greedy", "demonstration")
-
-    @property
-    def trained(self) -> list[AgentLoopOutput]:
-        """The outputs to learn from, demonstrations included."""
-        return self._without("greedy", "filtered")
-
-    @property
-    def compared(self) -> list[AgentLoopOutput]:
-        """The outputs to learn from by their rewards."""
-        return self._without("greedy", "filtered", "demonstration")
-
-    def _without(self, *marks):
-        """Returns the outputs that have none of these marks in `extra`."""
-        return [output for output in self.outputs if output.extra.keys().isdisjoint(marks)]
+    sampled = _without("greedy", "demonstration")
+    trained = _without("greedy", "filtered")
+    compared = _without("greedy", "filtered", "demonstration")
 
     @property
     def greedy(self) -> list[AgentLoopOutput]:
@@ -512,7 +501,7 @@ class Rollouts:
 
     @property
     def lost(self) -> Counter:
-        """The number of rollouts lost, by kind: "skipped" and the kinds of `Pool._failure`."""
+        """The number of rollouts lost, by kind."""
         return Counter(error["kind"] for error in self.errors) + Counter(skipped=self.skipped)
 
     def sort(self):
@@ -603,16 +592,12 @@ class Member:
 class DemonstrationEngine:
     """An engine that replays a demonstration: each call returns its next turn.
 
-    turns: the assistant's messages that are still to come.
-    loop: the agent loop that calls the engine.
-    stops: the ids that may end a turn.
-
     No policy sampled these tokens, so their logprob is 0.0 and their version -1. If no turn
     is left, the result is empty, and its stop reason "abort" ends the rollout."""
 
-    turns: list[dict]
-    loop: AgentLoopBase
-    stops: set[int]
+    turns: list[dict]  # the assistant's messages that are still to come
+    loop: AgentLoopBase  # which calls the engine
+    stops: set[int]  # the ids that may end a turn
     n_played: int = 0  # turns
 
     async def generate(self, *, prompt_ids, sampling_params, image_data=None, **ignored):
@@ -628,13 +613,8 @@ class DemonstrationEngine:
         room = sampling_params.get("max_tokens", n)
         if n > room:
             raise ValueError(f"a turn of the demonstration has {n} tokens, with room for {room}")
-        return TokenOutput(
-            token_ids=ids,
-            logprobs=[0.0] * n,
-            versions=[-1] * n,
-            stop_reason="stop" if ids else "abort",
-            prompt_ids=expand(prompt_ids, image_data or (), self.loop.processor),
-        )
+        prompt_ids = expand(prompt_ids, image_data or (), self.loop.processor)
+        return TokenOutput(ids, [0.0] * n, [-1] * n, "stop" if ids else "abort", prompt_ids)
 
 
 @dataclass(eq=False)
@@ -738,8 +718,7 @@ def print_tool_exceptions(loop: AgentLoopBase):
         if name not in PRINTED_TOOLS:
             PRINTED_TOOLS.add(name)
             frames = traceback.extract_tb(error.__traceback__)
-            in_task = [frame for frame in frames if frame.filename == file]
-            last = (in_task or frames)[-1]
+            last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
             where = f"{last.filename}:{last.lineno}"
             print(f"\nfirst exception of tool {name!r}: {reason(error)} ({where})", file=sys.stderr)
 
@@ -779,11 +758,9 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
 
     It is the reward of the unit's last output, if the loop set one. Otherwise the task's reward
     function, or `reward` in its place, is called with that output. It may also write to
-    output.turn_rewards and output.metrics. Raises ValueError
-      - if a reward is not finite, or a turn's reward is at no token,
-      - if an earlier output of a unit has another reward, which would be ignored,
-      - if a unit is in two groups,
-    and BadReward if a reward is not a number, or if the task's function uses an alarm."""
+    output.turn_rewards and output.metrics. Raises ValueError if a reward is not finite, if a
+    turn's reward is at no token, or if a unit has two rewards or groups, and BadReward if a reward
+    is not a number, or if the task's function uses an alarm."""
     units = defaultdict(list)
     for output in outputs:
         units[output.unit].append(output)
@@ -835,10 +812,7 @@ async def group_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: d
 
 
 def _checked_reward(reward, row, file):
-    """Returns a reward as a float, or as a dict with a float under "score".
-
-    file: the task's, which the message names. Raises BadReward if the reward is not a number,
-    and ValueError if it is not finite: that costs its rollout only."""
+    """Returns a reward as a float, or a dict with a float as "score". Raises as `set_rewards`."""
     score = reward.get("score") if isinstance(reward, dict) else reward
     try:
         float(score)
@@ -893,7 +867,7 @@ class Pool:
     def __post_init__(self):
         self.args = self.run.args
         self.engine = self.run.engine
-        # Shared by the ranks.
+        # Shared by the ranks. To add 0 is to read a number, which is 0 if nobody has set it.
         self.store = dist.PrefixStore(f"{self.kind}-{self.step:08d}", self.run.store)
         self.judges_groups = hasattr(self.run.task, "group_reward")
         self.n_members = self.group_size + self.greedy
@@ -902,27 +876,23 @@ class Pool:
         self.prompts = self._prompts(self.first_of_next_batch)  # those that this rank starts
         self.limit = self.first_of_next_batch  # prompts with smaller numbers may start
         self.limit_changed = asyncio.Event()
-        self.free_slots = asyncio.Semaphore(self._slots())  # for rollouts
+        # A rank's share of --oversample batches may run at once.
+        oversample = self.args.oversample if self.staleness else 1
+        n_groups = math.ceil(self.batch_size * oversample / self.n_engines)
+        n_slots = max(self.n_members, min(MAX_CONCURRENT, n_groups * self.n_members))
+        if self.args.deterministic:
+            n_slots = sys.maxsize  # `limit` alone bounds them: timing must not
+        self.free_slots = asyncio.Semaphore(n_slots)  # for rollouts
         # The Rollouts of each prompt on this rank. The main thread takes those that have ended.
         self.groups = {}
         self.unfinished = set()  # the prompts with a rollout that has not ended
-        self.n_without_signal = 0  # such groups in the batches so far, over all ranks
+        self.n_without_signal = 0  # such groups in the batches handed out, over all ranks
         self.printed = set()  # kinds of failures
         # Of this rank, for the next batch.
         self.seconds = 0.0
         self.statistics = Counter()
         self.work_ended = threading.Event()  # set when all coroutines have really ended
         self.future = self.run.background.submit(self._work())
-
-    def _slots(self) -> int:
-        """Returns how many rollouts may run on this rank at once.
-
-        That is its share of --oversample batches, at least a group, at most MAX_CONCURRENT."""
-        if self.args.deterministic:
-            return sys.maxsize  # `limit` alone bounds them: timing must not
-        oversample = self.args.oversample if self.staleness else 1
-        n_groups = math.ceil(self.batch_size * oversample / self.n_engines)
-        return max(self.n_members, min(MAX_CONCURRENT, n_groups * self.n_members))
 
     @property
     def title(self) -> str:
@@ -950,17 +920,13 @@ class Pool:
     # -- background thread
 
     def _prompts(self, first: int) -> Iterator[int]:
-        """Yields this rank's prompts; all ranks together start each prompt from the first once.
-
-        They draw them from a shared counter. With --deterministic, where timing must not decide, a
-        prompt's engine is its number modulo the number of engines."""
-        if self.args.deterministic:
+        """Yields this rank's prompts. All ranks together start each from the first on once."""
+        if self.args.deterministic:  # timing must not decide: prompt i is that of engine i mod n
             mine = dist.get_rank() // self.args.tp
             n = self.n_engines
             yield from itertools.count(first + (mine - first) % n, n)
-        else:
-            while True:
-                yield first + self.store.add("next", 1) - 1
+        while True:
+            yield first + self.store.add("next", 1) - 1
 
     async def _work(self):
         """Starts rollouts as room and limit allow, on leaders, until it is cancelled."""
@@ -1002,10 +968,8 @@ class Pool:
         self.tasks.create_task(self._end_group(prompt, group, running))
 
     async def _run_member(self, group: Rollouts, member: Member) -> list[AgentLoopOutput]:
-        """Runs one rollout, and adds compact copies of its outputs, or its error, to the group.
-
-        The copies get their rewards later, in `_has_no_signal` and `wait_for_rewards`. Returns the
-        outputs, which are graded, [] if there are none. Raises only if the pool is ended."""
+        """Runs one rollout, adds compact copies of its outputs or its error to the group, and
+        returns the outputs, which are graded. Raises only if the pool is ended."""
         try:
             # The row is read in here, as a bad one of a large table raises.
             row = copy_row(self.row_of(member.prompt))
@@ -1021,7 +985,7 @@ class Pool:
             self.free_slots.release()
 
         for output in kept:
-            output.reward = None
+            output.reward = None  # is set later, in `_has_no_signal` or `wait_for_rewards`
         group.outputs += kept
         if not outputs:
             group.skipped += 1
@@ -1074,15 +1038,14 @@ class Pool:
         return [{name: getattr(output, name) for name in REWARD_FIELDS} for output in outputs]
 
     async def _has_no_signal(self, group: Rollouts) -> bool:
-        """Writes a group's rewards, once it is graded. Returns whether all outcomes are equal, or
-        at most one is left (DAPO, arXiv 2503.14476, sec. 3.2). False without dynamic sampling.
-
-        Turn rewards nearly always differ, so they count only if all outcomes are 0."""
+        """Returns whether dynamic sampling replaces the group: all its outcomes are equal, or at
+        most one is left (DAPO, arXiv 2503.14476, sec. 3.2). Writes its rewards for that."""
         if not self.replacements:
             return False
         grades = await _await_graders(group.graders)
         graded = Rollouts(_with_rewards(group.outputs, grades))
         units = data.by_unit(graded.sampled)
+        # Turn rewards nearly always differ, so they count only if all outcomes are 0.
         values = units.outcomes if units.outcomes.any() else units.task_rewards
         return not data.groups_with_signal(units, values)
 
@@ -1118,10 +1081,9 @@ class Pool:
         states = []  # of the groups first, first + 1, ..., up to one that has not ended
 
         def take_ended() -> bool:
-            """Takes in groups that have ended. Returns whether they make a batch; if not, lets
-            replacements start."""
-            while not self._is_full(states):
-                state = self._read(str(self.first_of_next_batch + len(states)))
+            """Returns whether the groups that have ended make a batch. If not, others may start."""
+            while len(states) - min(states.count(NO_SIGNAL), self.replacements) < self.batch_size:
+                state = self.store.add(str(self.first_of_next_batch + len(states)), 0)
                 if state == RUNNING:
                     self._start_replacements(len(states), capacity)
                     return False
@@ -1139,31 +1101,16 @@ class Pool:
         replaced = without_signal[: self.replacements]
         return self._gather(range(self.first_of_batch, self.first_of_next_batch), replaced)
 
-    def _read(self, key: str) -> int:
-        """Returns a number of the ranks' store, 0 if nobody has added to it."""
-        return self.store.add(key, 0)
-
-    def _is_full(self, states: list[int]) -> bool:
-        """Returns whether the groups in these states make a batch.
-
-        At most `replacements` groups without a signal are not counted."""
-        return len(states) - min(states.count(NO_SIGNAL), self.replacements) >= self.batch_size
-
     def _start_replacements(self, n_ended: int, capacity: int):
-        """Lets one prompt more than `capacity` start for each group without a signal.
-
-        With --deterministic they start together, when all groups have ended on all ranks."""
+        """Lets one prompt more than `capacity` start for each group without a signal."""
+        # With --deterministic they start together, when all groups have ended on all ranks.
         all_have_ended = self.first_of_next_batch + n_ended == self.limit  # 0 to 3 of limit 4
         if self.replacements and (all_have_ended or not self.args.deterministic):
-            # Of those that were not handed out yet, also of later batches.
-            n_without_signal = self._read("no_signal") - self.n_without_signal
-            self._set_limit(capacity + min(n_without_signal, self.replacements))
+            n_not_handed_out = self.store.add("no_signal", 0) - self.n_without_signal
+            self._set_limit(capacity + min(n_not_handed_out, self.replacements))
 
     def _work_until(self, is_done: Callable[[], bool], title: str, total: int) -> bool:
-        """Lets the engine generate until is_done(), and counts seconds and statistics.
-
-        Returns False if the run is told to stop before. Followers of a --tp team `follow`, and
-        return True. Raises the error that ended the pool, if any."""
+        """Lets the engine generate until is_done(), or returns False if the run is told to stop."""
         engine = self.engine
         statistics_before = Counter(engine.statistics)
         started = time.perf_counter()
@@ -1180,14 +1127,12 @@ class Pool:
             self.statistics += engine.statistics - statistics_before
 
     def _step_until(self, is_done: Callable[[], bool], bar: Bar) -> bool:
-        """Steps the engine until is_done(), or returns False: see `_work_until`.
-
-        It asks before the first step, and whenever a group has ended on some rank."""
-        n_before = self._read("ended")
+        """Steps the engine as `_work_until` says. It asks whenever a group has ended on a rank."""
+        n_before = self.store.add("ended", 0)
         n_seen = None
         while not self.run.stop.requested:
             # Usually the only access to the store between two steps of the engine.
-            n_ended = self._read("ended")
+            n_ended = self.store.add("ended", 0)
             bar.update(n_ended - n_before - bar.n)
             if n_ended != n_seen:
                 n_seen = n_ended

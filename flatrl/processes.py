@@ -22,12 +22,16 @@ from flatrl.shared_state import EXIT
 
 # How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
+STOP = "stop"  # the key under which the ranks' store counts those that were asked to stop
+STOPPING = b"\nstopping: the run saves, then ends\n"
 LAUNCHER_KILLS = (
     b"the launcher kills it after 30 s, or after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds, if that "
     b"was set at the start\n"
 )
-# The key under which the ranks' store counts those that were asked to stop.
-STOP = "stop"
+OUT_OF_MEMORY = (
+    "train.py: out of GPU memory: lower --tokens_per_micro_batch or --gpu_memory_utilization, or "
+    "give --gradient_checkpointing (docs/scaling.md#memory)"
+)
 
 
 class Stopped(Exception):
@@ -69,14 +73,12 @@ def on_main(function: Callable, *args):
     If it raises BadInput, or can't read or write a file, all ranks raise BadInput."""
     if not dist.is_initialized():
         return function(*args)
-    problem = None
-    value = None
+    answer = [None, None]  # a problem, or what the function returns
     if dist.get_rank() == 0:
         try:
-            value = function(*args)
+            answer[1] = function(*args)
         except (BadInput, OSError) as error:
-            problem = str(error) or repr(error)
-    answer = [problem, value]
+            answer[0] = str(error) or repr(error)
     dist.broadcast_object_list(answer)
     problem, value = answer
     need(problem is None, problem)
@@ -124,9 +126,8 @@ class Stop:
     def _on_signal(self, *_):
         if not self.is_requested:
             with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, b"\nstopping: the run saves, then ends\n")
-                if "TORCHELASTIC_RUN_ID" in os.environ:
-                    os.write(2, LAUNCHER_KILLS)
+                by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+                os.write(2, STOPPING + LAUNCHER_KILLS * by_torchrun)
         self.is_requested = True
 
     @property
@@ -153,12 +154,7 @@ def run_as_script(main: Callable, parse: Callable):
     except Exception as error:
         traceback.print_exc()
         if isinstance(error, torch.OutOfMemoryError):
-            print(
-                "train.py: out of GPU memory: lower --tokens_per_micro_batch or "
-                "--gpu_memory_utilization, or give --gradient_checkpointing "
-                "(docs/scaling.md#memory)",
-                file=sys.stderr,
-            )
+            print(OUT_OF_MEMORY, file=sys.stderr)
     finally:
         if status:
             count(STOP)  # ends a rollout of ranks that wait for this one
