@@ -1,79 +1,165 @@
-"""examples/methods.py: by hand, or beside its peers, written anew from their sources."""
+"""examples/methods.py: each method by hand, and all together in a run that is cut and resumed."""
 
+import asyncio
+import json
 import math
+import shutil
 
 import pytest
 import torch
-from conftest import batch_with_rewards, output_of
+from conftest import REPO, TINY, metrics_of, output_of
+from safetensors.torch import load_file
 
 import losses
-import train
 from examples import methods
 from train import Args
 
-NAN = math.nan
-LOW, HIGH, CAP = 0.1, 0.15, 1.5  # --clip_low, --clip_high, --clip_c
 close = torch.testing.assert_close
-generator = torch.Generator().manual_seed(0)
+
+# tiny_task with a method for each door; two of four prompts of a step have a demonstration.
+EVERY_DOOR = f"""
+import sys
+sys.path.insert(0, {str(REPO / "tests")!r})
+import json
+import torch
+from tiny_task import *
+from tiny_task import load as without
+import data
+from examples import methods
+from examples.methods import muon as optimizer, ruler as group_reward
+from losses import estimator, objective
+
+async def judge(question):
+    answers = question.splitlines()[2:]
+    return json.dumps([sum(map(str.isdigit, answer)) / len(answer) for answer in answers])
+
+methods.ask = judge
+
+def load(split):
+    rows = without(split)
+    for number in data.prompt_order(24, 0, 8, 0)[::2] if split == "train" else ():
+        rows[number]["demonstration"] = ["12", "<answer>3</answer>"]
+    return rows
+
+@estimator("every")
+def every(outputs, rewards, groups, token_rewards, mask, logprobs_old, state, step, args):
+    state["steps"] = state.get("steps", 0) + 1
+    assert state["steps"] == step + 1
+    _, stats = methods.find_kl_cov(rewards, groups, mask, logprobs_old)
+    return methods.prm(outputs, token_rewards, mask, args), stats
+
+@objective("every")
+def every_loss(
+    logprobs, logprobs_old, ratio, advantages, batch_stats, demonstrated, clip_low, clip_high,
+    clip_c, step, num_steps, state,
+):
+    weighed, stats = methods.chord(
+        logprobs, ratio, advantages, demonstrated, clip_low, clip_high, clip_c, step, num_steps)
+    sampled = methods.kl_cov(logprobs, logprobs_old, ratio, advantages, batch_stats)
+    loss = torch.where(demonstrated, weighed, weighed + sampled / state["steps"])
+    return loss, stats | {{"chosen": batch_stats["chosen"]}}
+"""
 
 
-def draw(*shape) -> torch.Tensor:
-    return torch.rand(shape, generator=generator, dtype=torch.float64)
+def test_every_door_in_one_run_by_micro_batches_and_resumed(train_here, tmp_path):
+    """The run, its replay by smaller micro-batches, and the replay's second step once more."""
+    task, out, again = (tmp_path / name for name in ("doors.py", "run", "again"))
+    task.write_text(EVERY_DOOR)
+    flags = [
+        *[*TINY, "--task", task, "--adv_estimator", "every", "--policy_loss", "every"],
+        *["--num_steps", "2", "--epochs", "2", "--whiten_advantages", "--save_every", "1"],
+        *["--eval_every", "-1", "--kl_coef", "0.1", "--ref_update", "0.5"],
+    ]
+    train_here(*flags, "--output_dir", out)
+    rows = metrics_of(out)
+    assert [row["rollout/demonstrations"] for row in rows] == [2, 2]
+    assert all(0 < row["actor/chosen"] < 0.1 and row["actor/kl"] > 0 for row in rows[1:])
+    replay = [*flags, "--replay", out, "--tokens_per_micro_batch", "100", "--output_dir", again]
+    train_here(*replay)
+    names = ["actor/loss", "actor/imitation_loss", "actor/grad_norm", "actor/kl", "actor/chosen"]
+    for row, repeated in zip(rows, metrics_of(again), strict=True):
+        for name in names:
+            assert repeated[name] == pytest.approx(row[name], rel=1e-3, abs=1e-6), name
+
+    weights = load_file(again / "final/model.safetensors")
+    shutil.rmtree(again / "checkpoints/step_000002")
+    train_here(*replay, "--resume")
+    for name, tensor in load_file(again / "final/model.safetensors").items():
+        assert torch.equal(tensor, weights[name]), name
 
 
-def test_dppo_tv():
-    """The second, fourth and last token have moved too far in the direction of the advantage."""
-    mu = torch.tensor([[0.5, 0.5, 0.5, 0.5, 0.5, 0.2, 0.5, NAN]])
-    pi = torch.tensor([[0.55, 0.9, 0.3, 0.3, 0.48, 0.7, 0.2, NAN]])
-    advantages = torch.tensor([[1.0, 1, 1, -1, -1, -1, -1, NAN]])
-    logprobs = pi.log().requires_grad_()
-    mask = torch.arange(8)[None] < 7
-    arguments = (logprobs, 0 * mu, advantages, mask, LOW, HIGH, CAP)
-    loss, stats = losses.policy_loss("dppo_tv", *arguments, logprobs_rollout=mu.log())
-    slopes = torch.tensor([[-1.1, 0, -0.6, 0, 0.96, CAP, 0, 0]])
-    close(torch.autograd.grad(loss.sum(), logprobs)[0], slopes)
-    close(loss[:, :7], (slopes * logprobs)[:, :7])
-    close(stats["clipfrac"][:, :7], torch.tensor([[0.0, 1, 0, 1, 0, 0, 1]]))
+def test_m2po_drops_the_largest_that_move_away():
+    """They are 0.5, 0.1 and -0.2. The square of 0.5 lifts their mean above the limit of 0.04."""
+    distances = torch.tensor([[0.5, 0.1, -9.0, 0.0], [-0.2, 9.0, 0.0, 0.0]])
+    mask = torch.tensor([[1.0, 1, 1, 0], [1, 1, 0, 0]])
+    groups = torch.zeros(2)
+    rewards = torch.tensor([1.0, 0.0])
+    advantages = methods.m2po(rewards, groups, mask, distances, torch.zeros(2, 4))
+    a = math.sqrt(0.5)
+    close(advantages, torch.tensor([[0, a, a, 0], [-a, -a, 0, 0]]), atol=1e-5, rtol=0)
 
 
-def test_opsm():
-    """An output with A < 0 teaches nothing where its mean KL exceeds the limit, here 0.6."""
-    logprobs = torch.tensor([[-1.0, -2.0, NAN]]).repeat(3, 1).requires_grad_()
-    kl = torch.tensor([[0.9, 0.3, 9.0], [0.6, 0.3, 9.0], [0.9, 0.3, 9.0]])
-    advantages = torch.tensor([[-1.0], [-1.0], [1.0]]).expand(3, 3)
-    mask = torch.arange(3).expand(3, 3) < 2
-    arguments = (logprobs, logprobs.detach() - 0.1, advantages, mask, LOW, HIGH, CAP)
-    loss, _ = losses.policy_loss("opsm", *arguments, logprobs_rollout=logprobs.detach() + kl)
-    plain, _ = losses.policy_loss("ppo", *arguments)
-    expected = plain * torch.tensor([[0.0], [1.0], [1.0]])
-    close(loss, expected)
-    close(*(torch.autograd.grad(x.sum(), logprobs)[0] for x in (loss, expected)))
+def test_kl_cov_chooses_over_the_batch_and_holds_there():
+    """A and log pi covary most at the second token of the first unit."""
+    mask = torch.tensor([[0.0, 1, 1], [0, 1, 1]])
+    logprobs = torch.tensor([[9.0, -3, -1], [9, -2, -2]])
+    found = methods.find_kl_cov(torch.tensor([1.0, 0]), torch.zeros(2), mask, logprobs)
+    chosen = found[1]["chosen"]
+    assert chosen.tolist() == [[0, 0, 1], [0, 0, 0]]
+    new = (logprobs - 0.5).requires_grad_()
+    ratio = (new - logprobs).exp()
+    loss = methods.kl_cov(new, logprobs, ratio, mask, {"chosen": chosen})
+    close(loss, chosen * 0.5 - mask * math.exp(-0.5))
+    (slope,) = torch.autograd.grad(loss.sum(), new)
+    close(slope, -chosen - mask * math.exp(-0.5))
 
 
-def test_gdpo():
-    """TRL's multi_objective_aggregation="normalize_then_sum"."""
-    table = draw(6, 4, 3).round(decimals=1)  # groups, samples, parts
-    table[2, :, 1] = 0.5  # equal: that part says nothing
-    table[4, 1, 2] = NAN
-    total = torch.zeros(6, 4, dtype=torch.float64)
-    for group in range(6):
-        for part in range(3):
-            values = table[group, :, part]
-            known = values[~values.isnan()]
-            total[group] += ((values - known.mean()) / (known.std() + 1e-4)).nan_to_num()
-    expected = ((total - total.mean()) / (total.std() + 1e-4)).flatten()
-    parts = {str(part): table[:, :, part].flatten() for part in range(3)}
-    groups = torch.arange(6).repeat_interleave(4)
-    close(methods.gdpo(parts, groups), expected.float(), atol=1e-6, rtol=0)
+def test_chord_moves_from_imitation_to_reward():
+    logprobs = torch.tensor([[0.5, 0.25]]).log().requires_grad_()
+    demonstrated = torch.tensor([[True, False]])
+    ones = torch.ones(1, 2)
+    for step, mu in ((0, 0.9), (5, 0.45)):
+        loss, _ = methods.chord(logprobs, ones, ones, demonstrated, 0.2, 0.2, None, step, 10)
+        close(loss, torch.tensor([[mu * 0.25 * math.log(2), mu - 1]]))
+        close(torch.autograd.grad(loss.sum(), logprobs)[0], torch.tensor([[-mu * 0.25, 0]]))
 
 
-def test_a_moving_baseline_per_role():
-    state = {}
-    rewards = torch.tensor([1.0, 0.0, 0.5, 1.0, 9.0])
-    mask = torch.tensor([[1], [1], [1], [1], [0]])  # the last is a demonstration
-    advantages = methods.rae(rewards, ["first", "second", "first", "second", "first"], mask, state)
-    close(advantages, torch.tensor([0.95, 0.0, 0.4275, 0.95, 0.0]))
-    assert state == pytest.approx({"first": 0.0725, "second": 0.05})
+def test_a_process_reward_counts_from_its_turn_on():
+    """The prompt has a turn, and a demonstration has none of its own."""
+    said = [{"role": "assistant", "content": text} for text in ("<answer>", "hm", "<answer>1")]
+    called = said[1] | {"tool_calls": [{}]}
+    outputs = [
+        output_of([1, 0, 1], messages=[*said]),
+        output_of([1, 1], messages=[said[0], called]),
+        output_of([1], messages=said[2:], version=-1),
+    ]
+    mask = torch.tensor([[0.0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0]])
+    outcomes = torch.tensor([[0.0, 0, 0, 1], [0, 0, 2, 0], [0, 0, 0, 0]])
+    advantages = methods.prm(outputs, outcomes, mask, Args())
+    assert advantages.tolist() == [[0, 1.5, 0, 1.5], [0, 2.5, 2.5, 0], [0, 0, 0, 0]]
+
+
+def test_the_judge_of_a_group_reads_all_its_trajectories(monkeypatch):
+    async def ask(question):
+        lines = question.splitlines()[2:]
+        assert [json.loads(line)[0]["content"] for line in lines] == ["a\nb", "[c]"]
+        return "The [first] is better.\n[1, 0.25]"
+
+    monkeypatch.setattr(methods, "ask", ask)
+    outputs = [output_of([1], messages=[{"content": text}]) for text in ("a\nb", "[c]")]
+    assert asyncio.run(methods.ruler(outputs, [{}, {}])) == [1.0, 0.25]
+
+
+def test_muon_takes_the_layers_matrices(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    muon, adam = methods.muon(model, Args(lr=0.5))
+    shapes = {p.shape for p in muon.param_groups[0]["params"]}
+    assert model.lm_head.weight.shape not in shapes and model.model.norm.weight.shape not in shapes
+    taken = [p for group in (*muon.param_groups, *adam.param_groups) for p in group["params"]]
+    assert len(set(taken)) == len(taken) == len(list(model.parameters()))
+    assert {group["lr"] for group in (*muon.param_groups, *adam.param_groups)} == {0.5}
 
 
 def test_a_guess_is_as_good_as_what_it_adds_to_the_value():
@@ -88,19 +174,3 @@ def test_a_guess_is_as_good_as_what_it_adds_to_the_value():
         [0, up, 0, lost, lost, lost],
     ]
     close(methods.by_state(rewards, mask, states), torch.tensor(expected))
-
-
-def test_the_task_gives_gdpo_its_parts():
-    row = {"reward_model": {"ground_truth": "4"}}
-    call = {"role": "assistant", "content": "", "tool_calls": [{}]}
-    outputs = []
-    for sample, called, answer in ((0, True, 4), (1, False, 4), (2, True, 5)):
-        chat = [call] * called + [{"role": "assistant", "content": f"<answer>{answer}</answer>"}]
-        extra = {"prompt": 0, "sample": sample, "segment": 0}
-        output = output_of([1, 1], extra=extra, messages=chat)
-        output.reward = methods.reward(output, row)
-        outputs.append(output)
-    args = Args(adv_estimator="gdpo")
-    batch, _ = batch_with_rewards(outputs, args)
-    advantages = train.estimate_advantages(batch, train.Rollouts(outputs=outputs), args)[:, 0]
-    assert advantages.tolist() == pytest.approx([1.1546, -0.5773, -0.5773], abs=1e-3)
