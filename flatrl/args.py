@@ -69,7 +69,8 @@ LOOP_FLAGS = [
     "chat_template_args", "tool_parser"]
 LOOP_SETTINGS = [entry.name for entry in fields(LoopArgs) if entry.name not in LOOP_FLAGS]
 # The flags that hold a JSON object.
-JSON_FLAGS = ["chat_template_args", "sampling_args", "eval_sampling_args", "engine_args"]
+JSON_FLAGS = [
+    "chat_template_args", "sampling_args", "eval_sampling_args", "engine_args", "lora_args"]
 
 
 def preset(help: str, choices=(), **bounds):
@@ -178,6 +179,9 @@ class Args(LoopArgs):
     warmup_steps: int = flag(0, "steps of linear warm-up")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", low=1e-8)
     lora_rank: int = flag(0, "train LoRA adapters of this rank; 0: all weights")
+    lora_args: str = flag(
+        "{}", 'more arguments of peft.LoraConfig, as JSON: {"lora_alpha": 16}; default: alpha 32 '
+        "and all linear layers")
     tokens_per_micro_batch: int | None = flag(
         None, "tokens in one pass of a rank, at least the longest rollout; default: 16384", low=1)
     gradient_checkpointing: bool = flag(
@@ -498,6 +502,7 @@ def check_effects(args: Args):
         ("kl_coef", args.kl_coef, ["kl_in", "kl_kind"]),
         ("kl_coef", args.has_reference, ["ref_update"]),
         ("kl_in", args.kl_in == "reward", ["kl_target"]),
+        ("lora_rank", args.lora_rank, ["lora_args"]),
         ("max_staleness", args.max_staleness, ["oversample"]),
         ("max_staleness", not args.max_staleness, ["deterministic"]),
     ]

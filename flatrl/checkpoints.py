@@ -13,6 +13,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -289,7 +290,8 @@ def _write_policy(folder, model, tokenizer, weights, adapter, card):
             temporary / "generation_config.json", keys_to_pop=["compile_config"]
         )
         if adapter:
-            model.peft_config["default"].save_pretrained(temporary / "adapter")
+            config = replace(model.peft_config["default"], inference_mode=True)
+            config.save_pretrained(temporary / "adapter")
             save_file(adapter, temporary / "adapter" / "adapter_model.safetensors")
         tokenizer.save_pretrained(temporary)
         readme = temporary / "README.md"

@@ -1,6 +1,8 @@
 """A transformers model's layers, made ready for training: no dropout, attention, LoRA."""
 
 import contextlib
+import json
+import math
 from functools import partial
 
 import torch
@@ -39,6 +41,8 @@ def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
     for module in model.modules():
         if type(module).__name__ == "Cohere2Attention" and module.sliding_window:
             module.sliding_window += 1  # as in its training and in vLLM: [i - window, i]
+        if hasattr(module, "time_step_limit"):  # of Mamba-2's layers: vLLM has no limits
+            module.time_step_limit = (0.0, math.inf)
     if gradient_checkpointing:
         from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -108,13 +112,31 @@ def set_master_dtype(net: nn.Module, args):
 def add_adapters(model: nn.Module, args):
     """Adds LoRA adapters of --lora_rank to all linear layers but the head (arXiv 2106.09685).
 
-    W becomes W + s B A, with B = 0 at first. Only A and B are trained."""
+    W becomes W + s B A, with B = 0 at first. Only A and B are trained. --lora_args are more
+    arguments of peft.LoraConfig. Raises BadInput if the head gets an adapter, or if experts get
+    none although no targets were given."""
     torch.manual_seed(args.seed)
-    with refusing("--lora_rank (which needs peft: pip install peft)"):
+    settings = json.loads(args.lora_args)
+    with refusing("--lora_rank, --lora_args (which need peft: pip install peft)"):
         from peft import LoraConfig, inject_adapter_in_model
 
-        config = LoraConfig(r=args.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear")
+        config = LoraConfig(
+            r=args.lora_rank,
+            base_model_name_or_path=args.model,
+            task_type="CAUSAL_LM",
+            **{"lora_alpha": LORA_ALPHA, "target_modules": "all-linear"} | settings,
+        )
         inject_adapter_in_model(config, model)
+    adapted = [name for name, _ in model.named_modules() if name.endswith(".lora_A")]
+    has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
+    need(
+        not has_experts or "target_modules" in settings or any("experts" in x for x in adapted),
+        f"--lora_rank: the experts of {args.model} would get no adapter; say what to train: "
+        """--lora_args '{"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}'""",
+    )
+    head = model.get_output_embeddings().weight
+    tied = [name for name, p in model.named_parameters() if p is head]  # the embeddings, perhaps
+    need(not any("base_layer" in name for name in tied), "--lora_args: the head gets no adapter")
 
 
 class WithoutAdapters:

@@ -128,7 +128,17 @@ def load_config(args):
         f"{args.model} has multi-head latent attention, in which engine and trainer disagreed: "
         "choose another, or --allow_mismatch",
     )
+    need(
+        torch.cuda.is_available() or args.replay or args.dtype == "bfloat16" or not is_gdn(text),
+        f"{args.model}: vLLM's CPU build computes gated delta nets in bfloat16 only: give --dtype "
+        "bfloat16",
+    )
     return config
+
+
+def is_gdn(text_config) -> bool:
+    """Returns whether some layers are gated delta nets, as in Qwen3-Next and Qwen3.5."""
+    return hasattr(text_config, "linear_num_value_heads")
 
 
 def stop_token_ids(args, tokenizer) -> list[int]:
@@ -239,11 +249,12 @@ def check_teacher(args, tokenizer):
 def load_processor(args, config):
     """Returns the processor of a vision-language model, or None for a text model.
 
-    Its settings are those in --engine_args, so that trainer and engine agree. Raises BadInput for
+    Qwen3.5 has vision, but is trained as a text model: its layers take no packed sequences. The
+    settings are those in --engine_args, so that trainer and engine agree. Raises BadInput for
     a vision model that has no packed forward pass here (see Vision)."""
     from transformers import AutoModel
 
-    if getattr(config, "vision_config", None) is None:
+    if getattr(config, "vision_config", None) is None or is_gdn(config.get_text_config()):
         return None
     need(
         hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
@@ -275,9 +286,12 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in saved or ".lora_" in name:
             continue
-        path, _, kind = name.partition(".base_layer")  # LoRA's name for what it wraps
-        if kind == ".weight":
-            tensor = whole(tensor) + whole(model.get_submodule(path).get_delta_weight("default"))
+        path, *rest = name.split(".base_layer")  # LoRA's name for what it wraps
+        kind = rest[-1] if rest else ""
+        for depth in range(len(rest)):  # experts have a wrapper for each of their parameters
+            wrapper = model.get_submodule(path + ".base_layer" * depth)
+            if kind == "." + getattr(wrapper, "parameter_name", "weight"):
+                tensor = whole(tensor) + whole(wrapper.get_delta_weight("default"))
         if hasattr(tensor, "full_tensor"):
             tensor = whole(tensor.to(dtype))
         yield path + kind, tensor.detach()

@@ -34,12 +34,15 @@ class Notices(Listener):
             counts.append(f"{len(rows[split])} {name} rows{remark}")
 
         n_parameters = policy.model.num_parameters()
+        n_trained = policy.model.num_parameters(only_trainable=True)
+        lora = f", {n_trained / 1e6:.2f}M of them trained" if args.lora_rank else ""
         devices = f"{dist.get_world_size()} x {device.type}"
         packing = "" if policy.is_packed else ", right-padded: its layers take no packed sequences"
 
         self.log.say(f"{args.task}: {', '.join(counts)}")
         self.log.say(
-            f"{args.model}: {n_parameters / 1e6:.2f}M parameters, {args.dtype}, {devices}{packing}"
+            f"{args.model}: {n_parameters / 1e6:.2f}M parameters{lora}, {args.dtype}, {devices}"
+            f"{packing}"
         )
         self.log.say(f"{plan(args, self.log.steps_done)}; writing {args.output_dir}")
 

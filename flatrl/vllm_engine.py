@@ -27,6 +27,17 @@ FIXED_ARGUMENTS = {
         "data_parallel_size",
         "speculative_config",
     ],
+    # The engine gets W + s B A, and all that is trained is in A and B. Dropout is off, because the
+    # trained policy must be the one that sampled.
+    "lora_args": [
+        "r",
+        "lora_dropout",
+        "lora_bias",
+        "bias",
+        "use_dora",
+        "modules_to_save",
+        "init_lora_weights",
+    ],
     "chat_template_args": ["tools", "tokenize", "add_generation_prompt"],
     "sampling_args": ["temperature", "seed", "n", "stop_token_ids", "structured_outputs"],
     "eval_sampling_args": ["seed", "n", "stop_token_ids", "structured_outputs"],
