@@ -557,7 +557,7 @@ def optimise(
             n_unique += packed["inputs"]["input_ids"].numel()
 
     grad_norm = learner.step(accelerator, args.max_grad_norm, has_tokens=any(counts.values()))
-    sums["batch/unique_tokens"] = n_unique
+    sums["batch/unique_tokens"] = n_unique  # the same for policy and critic
     # All ranks have the same metrics in the same order: each has a micro-batch, perhaps a filler.
     sums_of_rank = torch.tensor(list(sums.values()), dtype=torch.float64)
     totals = all_sum(sums_of_rank).tolist()

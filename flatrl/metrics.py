@@ -20,7 +20,7 @@ MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewar
 class Clock:
     """Measures the parts of a step: `lap(part)` counts the time since the lap before.
 
-    Take a lap only where the host has just read a result: a GPU may still be working otherwise."""
+    Take a lap only where the host has just read a result: a GPU may be working otherwise."""
 
     def __init__(self):
         self.start()
@@ -122,8 +122,8 @@ def parts_of_units(outputs: Outputs) -> list[dict[str, float]]:
     """Returns the numbers in each unit's reward dict, except "score"; {} for other rewards."""
     parts = []
     for output in last_outputs(outputs):  # a unit's outputs share one reward
-        is_dict = isinstance(output.reward, dict)
-        numbers = numeric_entries(output.reward) if is_dict else {}
+        reward = output.reward if isinstance(output.reward, dict) else {}
+        numbers = numeric_entries(reward)
         numbers.pop("score", None)
         parts.append(numbers)
     return parts
@@ -177,9 +177,7 @@ def pass_at(j: int, passed: list[bool]) -> float:
 
 def mean(x: Tensor) -> float:
     """Returns the mean, computed in float64; 0 if there are no elements."""
-    if not len(x):
-        return 0.0
-    return x.double().mean().item()
+    return x.double().mean().item() if len(x) else 0.0
 
 
 def means(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -212,28 +210,27 @@ def batch_metrics(batch, version: int, args) -> dict[str, float]:
         "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
     }
     for name in ("advantages", "returns", "values"):
-        if name in batch:
-            metrics |= _spread(name, batch[name][mask])
+        if name in batch and mask.any():
+            x = batch[name][mask].double()
+            metrics |= {
+                f"{name}/mean": x.mean().item(),
+                f"{name}/std": x.std(correction=0).item(),
+                f"{name}/min": x.min().item(),
+                f"{name}/max": x.max().item(),
+            }
     if "returns" in batch:
         explained = losses.explained_variance(batch["values"], batch["returns"], mask)
         metrics["critic/explained_var"] = explained.item()
     if args.max_staleness:
         versions = batch["versions"][mask.any(-1)]
-        # The oldest token of each row that has sampled ones. Other tokens have version -1.
-        oldest = versions.masked_fill(versions < 0, version).amin(-1)
-        age = version - oldest
+        # Of the oldest token of each row that has sampled ones. Other tokens have version -1.
+        age = version - versions.masked_fill(versions < 0, version).amin(-1)
         metrics["rollout/staleness_mean"] = mean(age)
         metrics["rollout/staleness_max"] = max(age.tolist(), default=0)
     if args.rollout_correction != "none":
         kind, low, high = args.correction
-        _, stats = losses.rollout_correction(
-            kind,
-            batch["logprobs_old"],
-            batch["logprobs_rollout"],
-            mask,
-            low,
-            high,
-        )
+        logprobs = batch["logprobs_old"], batch["logprobs_rollout"]
+        _, stats = losses.rollout_correction(kind, *logprobs, mask, low, high)
         averages = {name: mean(x[mask]) for name, x in stats.items()}
         weight = averages.pop("rollout_weight")
         square = averages.pop("rollout_weight_sq")
@@ -244,27 +241,12 @@ def batch_metrics(batch, version: int, args) -> dict[str, float]:
     return metrics
 
 
-def _spread(name: str, x: Tensor) -> dict[str, float]:
-    """Returns mean, standard deviation, least and largest of the numbers; {} if there are none."""
-    if not len(x):
-        return {}
-    x = x.double()
-    return {
-        f"{name}/mean": x.mean().item(),
-        f"{name}/std": x.std(correction=0).item(),
-        f"{name}/min": x.min().item(),
-        f"{name}/max": x.max().item(),
-    }
-
-
 def disagreement(tokenizer, batch, version: int, difference: float, bound: float) -> str:
-    """Returns an error message: the logprobs of engine and trainer differ by more than a bound.
+    """Returns an error message: the logprobs of engine and trainer differ too much, and where most.
 
-    Of the tokens that the weights `version` sampled, it names the one where they differ most.
-    difference: the mean, which exceeds bound. batch: a data.Batch."""
+    version: of the weights that sampled the step. difference: the mean, which exceeds bound."""
     differences, is_comparable = tokens_to_compare(batch, version)
-    differences = differences.where(is_comparable, -1)
-    largest = differences.argmax().item()
+    largest = differences.where(is_comparable, -1).argmax().item()
     row, position = divmod(largest, differences.shape[1])
     output = batch.outputs[row]
     text = tokenizer.decode(output.response_ids[position])
