@@ -1,5 +1,6 @@
 """Python functions as tools, what models read of results, and the tool calls in a model's text."""
 
+import copy
 import functools
 import inspect
 import json
@@ -56,7 +57,8 @@ class Signature:
             reason = " ".join(str(error).split())[:400]
             raise BadInput(
                 f"the function {self.name!r} can't be a tool: {reason} (a tool needs type hints, a "
-                "Google-style docstring, and arguments that can be passed by name)") from error
+                "Google-style docstring, and arguments that can be passed by name)"
+            ) from error
 
     def arguments(self, given: dict, fixed: dict) -> dict:
         """Returns the keyword arguments of a call: the model's as their type hints, and the row's.
@@ -93,8 +95,7 @@ class Signature:
 def tool_text(value) -> str:
     """Returns what the model reads of a value that a tool returned.
 
-    A str stays as it is, None is "", and anything else becomes JSON, with `str` of what JSON does
-    not know."""
+    A str stays as it is, None is "", and anything else becomes JSON, or in it the `str`."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -103,9 +104,7 @@ def tool_text(value) -> str:
 
 
 def join_contents(contents, separator):
-    """Returns the contents of several messages as one. Each is a text or a list of parts.
-
-    If all are texts, the separator stands between them. Otherwise the result is a list of parts."""
+    """Returns the contents of several messages as one: a text, or a list of parts if one is."""
     if all(isinstance(content, str) for content in contents):
         return separator.join(contents)
     parts = []
@@ -117,8 +116,7 @@ def join_contents(contents, separator):
 def shorten(text: str, limit: int, side: str, tokenizer) -> str:
     """Cuts a long text to `limit` tokens, with "..." for the rest.
 
-    side: the part that is kept, as in verl: "left" keeps the start, "right" the end, and
-    "middle" both."""
+    side: what is kept, as in verl: "left" is the start, "right" the end, "middle" both."""
     text = clean(text)
     if len(text.encode()) <= limit:  # a token has at least one byte
         return text
@@ -129,8 +127,7 @@ def shorten(text: str, limit: int, side: str, tokenizer) -> str:
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) <= limit:
         return text
-    n_heads = {"left": limit, "middle": (limit + 1) // 2, "right": 0}
-    n_head = n_heads[side]
+    n_head = {"left": limit, "middle": (limit + 1) // 2, "right": 0}[side]
     n_tail = limit - n_head
     head = tokenizer.decode(ids[:n_head])
     tail = tokenizer.decode(ids[len(ids) - n_tail :])
@@ -141,7 +138,7 @@ def shorten(text: str, limit: int, side: str, tokenizer) -> str:
 
 
 def _schema(name, **types):
-    """Returns the schema of a made-up tool."""
+    """Returns the schema of a made-up tool. types: those of its arguments."""
     properties = {key: {"type": kind, "description": key} for key, kind in types.items()}
     parameters = {"type": "object", "properties": properties, "required": []}
     function = {"name": name, "description": name, "parameters": parameters}
@@ -154,15 +151,18 @@ SCHEMAS = [
     _schema("probe_now"),
 ]
 CALL = (NAME, {"q": "Zq1"})
+ALONE = "a call"
+EMPTY = "a call without arguments"
 BESIDE = "a text beside a call"
-MIXED = (NAME, {"q": 'ü\n"1" Zq1', "on": True, "x": 0.5, "o": {"a": [1, None]}})
+TYPES = "arguments of all types"
+TWO = "two calls in a turn"
 # A turn of the assistant: the text before its calls, and the calls.
 PROBES = {
-    "a call": ("", [CALL]),
+    ALONE: ("", [CALL]),
     "a number": ("", [(NAME, {"n": 3})]),
-    "arguments of all types": ("", [MIXED]),
-    "a call without arguments": ("", [("probe_now", {})]),
-    "two calls in a turn": ("", [CALL, (NAME, {"q": "Zq2", "n": 2})]),
+    TYPES: ("", [(NAME, {"q": 'ü\n"1" Zq1', "on": True, "x": 0.5, "o": {"a": [1, None]}})]),
+    EMPTY: ("", [("probe_now", {})]),
+    TWO: ("", [CALL, (NAME, {"q": "Zq2", "n": 2})]),
     BESIDE: ("Beside.", [CALL]),
 }
 # Of parsers that read equally many probes, the first is taken. Those in LAST read other models'
@@ -187,55 +187,82 @@ class CallFormat:
     finds none that reads the template's calls."""
 
     def __init__(self, tokenizer, name: str = "auto"):
-        self.tokenizer = tokenizer
+        # Each parser asks for the vocabulary, which takes 0.1 s.
+        vocabulary = tokenizer.get_vocab()
+        self.tokenizer = copy.copy(tokenizer)
+        self.tokenizer.get_vocab = lambda: vocabulary
         self.template = chat_template(tokenizer)
-        self.name = None
+        forms = [*self._forms()]
+        if name == "auto" and not forms:
+            name = "hermes"
+            warnings.warn(
+                "the chat template writes no tool calls, so the prompt has to describe them, in "
+                "the format of --tool_parser hermes",
+                stacklevel=2,
+            )
+        self.name = name
         self.parser = None
         self.turns = {}  # name of a probe -> the turn as the template writes it
         self.id_start = None  # what precedes the id of a call, if the template writes ids
+        read = self._choose(forms or [({}, None)])
+        self.lost = [probe for probe in self.turns if probe not in read]
+        # By these two, malformed calls are found: `opening_of`, and the last tag of a call if the
+        # parser reads calls without it.
+        tag = getattr(self.parser, "tool_call_start_token", None)
+        self.opening = lambda names: re.compile(re.escape(tag) if tag else "(?!)")
+        if read:
+            self.opening = self.opening_of(self.turns)
+        self.closing = None
+        # Some templates write the text beside a call behind it.
+        ends = [turn[::-1] for probe, turn in self.turns.items() if probe != BESIDE]
+        tags = TAG.findall(commonprefix(ends)[::-1])
+        if tags and any(self._completes(probe) for probe in (ALONE, TYPES) if probe in read):
+            self.closing = tags[-1]
+
+    def _choose(self, forms):
+        """Sets parser and name, turns and id_start. Returns the probes that the parser reads."""
+        registered = _manager().list_registered()
+        asked = self.name
+        names = [asked]
+        if asked == "auto":
+            others = [name for name in registered if name not in FIRST + LAST]
+            names = [*FIRST, *others, *LAST, "template"]
+        problem = "none reads what the chat template writes"
         read = []
-        for turns, id_start in self._forms():
-            self.turns = self.turns or turns
-            for parser_name, parser in self._parsers(name, turns):
+        for turns, id_start in forms:
+            for name in names:
+                try:
+                    parser = self._parser(name, turns)
+                except Exception as error:  # most refuse a tokenizer without their tokens
+                    problem = error if name == asked else problem
+                    continue
                 found = [probe for probe in turns if _reads(parser, turns[probe], probe)]
-                if len(found) > len(read) and found != ["a call without arguments"]:
+                is_better = len(found) > len(read) and found != [EMPTY]
+                if is_better or (name == asked and not self.parser):
                     read = found
-                    self.name = parser_name
+                    self.name = name
                     self.parser = parser
                     self.turns = turns
                     self.id_start = id_start
                 if len(read) == len(turns):
                     break
-            if "a call" in read:
+            if ALONE in read:
                 break
-        self.lost = [probe for probe in self.turns if probe not in read]
-        if self.parser is None:
-            self._take_unread(name)
-        self._learn_tags()
+        if not self.parser:
+            known = ", ".join(["auto", "template", *registered])
+            raise BadInput(
+                f"--tool_parser {asked} can't read this model's calls ({problem!r:.200}): choose "
+                f"from {known}"
+            )
+        return read
 
-    def _take_unread(self, name):
-        """Takes a parser although it reads no probe. Raises BadInput if there is none."""
-        if name == "auto" and self.turns:
-            raise BadInput(
-                "no parser reads the calls that the chat template writes: give a --tool_parser for "
-                f"{self.turns['a call']!r:.200}"
-            )
-        if name == "auto":
-            name = "hermes"
-            warnings.warn(
-                "the chat template writes no tool calls, so the prompt has to describe them, in "
-                "the format of --tool_parser hermes", stacklevel=2
-            )
-        try:
-            self.parser = self._parser(name, self.turns)
-            self.parser.extract_tool_calls("", _request("[]"))  # some need vLLM's own server
-        except Exception as error:
-            names = ", ".join(["auto", "template", *_manager().list_registered()])
-            raise BadInput(
-                f"--tool_parser {name} can't read this model's calls ({error!r:.200}): choose "
-                f"from {names}"
-            ) from None
-        self.name = name
+    def _parser(self, name, turns):
+        """Returns the parser of this name. Raises whatever it raises if it does not fit."""
+        if name == "template":
+            return TemplateParser(turns, self.opening_of(turns))
+        parser = _manager().get_tool_parser(name)(self.tokenizer)
+        parser.extract_tool_calls("", _request("[]"))  # some need vLLM's own server
+        return parser
 
     def _forms(self) -> Iterator[tuple]:
         """Yields the probes as the template writes them, and what precedes the id of a call.
@@ -252,8 +279,8 @@ class CallFormat:
                     made.append(function_call(made_id, name, form(arguments)))
                 with suppress(Exception):  # templates raise whatever they like
                     turns[probe] = self._turn(content, made)
-            if "a call" in turns:
-                before, found, _ = turns["a call"].partition(id_form.format(name=NAME, number=0))
+            if ALONE in turns:
+                before, found, _ = turns[ALONE].partition(id_form.format(name=NAME, number=0))
                 yield turns, before[-8:] if found else None
 
     def _turn(self, content, calls):
@@ -266,81 +293,32 @@ class CallFormat:
             return self.template.text(chat, SCHEMAS, prompt)
 
         called = text({"role": "assistant", "content": content, "tool_calls": calls})
-        others = [text({"role": "assistant", "content": "Zanswer"})]
+        answered = text({"role": "assistant", "content": "Zanswer"})
         asked = text(prompt=True)
-        if content:
-            others.append(asked)
-        start = len(commonprefix([called, *others]))
+        start = len(commonprefix([called, answered, asked if content else called]))
         start -= len(re.search(r"[<\[][^<>\[\]\s]*$|$", called[:start])[0])  # not within a tag
         header = asked[len(commonprefix([asked, text()])) :]
         if header and header in called[start:]:  # Llama 4: white space before the header differs
             start = called.index(header, start) + len(header)
+        said = [call["function"]["name"] for call in calls] + re.findall(r"Zq\d", str(calls))
+        if not all(word in called[start:] for word in said):
+            raise ValueError("the template hides a call")
+        last = max(map(called.rfind, said))
+        stops = [self.tokenizer.decode([stop]) for stop in self.template.stops]
+        ends = [called.index(stop, last) for stop in stops if stop in called[last:]]
+        return called[start : min([*ends, len(called)])].rpartition(self.template.think_end)[2]
 
-        names = [call["function"]["name"] for call in calls]
-        last = max(called.index(word, start) for word in names + re.findall(r"Zq\d", str(calls)))
-        last = max(last, *(called.rfind(name) for name in names))
-        end = len(called)
-        for stop in self.template.stops:
-            found = called.find(self.tokenizer.decode([stop]), last)
-            if found >= 0:
-                end = min(end, found)
-        return called[start:end].rpartition(self.template.think_end)[2]
-
-    def _parsers(self, name, turns) -> Iterator[tuple]:
-        """Yields (name, parser): the named one or, for auto, each that fits the tokenizer."""
-        names = [name]
-        if name == "auto":
-            others = [each for each in _manager().list_registered() if each not in FIRST + LAST]
-            names = [*FIRST, *others, *LAST, "template"]
-        kinds = set()
-        vocabulary = self.tokenizer.get_vocab()
-        self.tokenizer.get_vocab = lambda: vocabulary  # each parser asks for it, at 0.1 s
-        try:
-            for each in names:
-                parser = None
-                with suppress(Exception):  # most refuse a tokenizer without their tokens
-                    parser = self._parser(each, turns)
-                if parser and type(parser) not in kinds:
-                    kinds.add(type(parser))
-                    yield each, parser
-        finally:
-            del self.tokenizer.get_vocab
-
-    def _parser(self, name, turns):
-        """Returns the parser of this name. Raises whatever it raises."""
-        if name == "template":
-            return TemplateParser(turns, self.opening_of(turns))
-        return vllm_parser(name, self.tokenizer)
-
-    def _learn_tags(self):
-        """Sets `opening` and `closing`, by which malformed calls are found."""
-        tag = getattr(self.parser, "tool_call_start_token", None)
-        self.opening = None
-        if len(self.lost) < len(self.turns):
-            self.opening = self.opening_of(self.turns)
-        elif tag:
-            self.opening = lambda names: re.compile(re.escape(tag))
-        self.closing = None  # the last tag of a call, if a parser reads calls without it
-        if not self.turns:
-            return
-        # Some templates write the text beside a call behind it.
-        ends = [turn[::-1] for probe, turn in self.turns.items() if probe != BESIDE]
-        tags = TAG.findall(commonprefix(ends)[::-1])
-        if tags and self._completes():
-            self.closing = tags[-1]
-
-    def _completes(self):
-        """Returns whether the parser reads calls that were cut, with other arguments."""
-        for probe in {"a call", "arguments of all types"} - {*self.lost}:
-            turn = self.turns[probe]
-            _, (called,) = read_calls(self.parser, turn, SCHEMAS)
-            for end in range(turn.index(NAME), len(turn)):
-                _, calls = read_calls(self.parser, turn[:end], SCHEMAS)
-                if calls and calls[0]["arguments"] != called["arguments"]:
-                    return True
+    def _completes(self, probe):
+        """Returns whether the parser reads a call that was cut, with other arguments."""
+        turn = self.turns[probe]
+        _, (called,) = read_calls(self.parser, turn, SCHEMAS)
+        for end in range(turn.index(NAME), len(turn)):
+            _, calls = read_calls(self.parser, turn[:end], SCHEMAS)
+            if calls and calls[0]["arguments"] != called["arguments"]:
+                return True
         return False
 
-    def opening_of(self, turns):
+    def opening_of(self, turns: dict[str, str]) -> Callable:
         """Returns a function: the tools' names -> a regular expression for the start of a call.
 
         That is the first tag that only calls have or, in a format without tags, what stands before
@@ -352,7 +330,7 @@ class CallFormat:
         tags = [tag for tag in TAG.findall(opening) if tag not in others]
         if tags:
             return lambda names: re.compile(re.escape(tags[0]))
-        after = turns["a call"].partition(NAME)[2].lstrip()[:1]
+        after = turns[ALONE].partition(NAME)[2].lstrip()[:1]
 
         def pattern(names):
             any_name = "|".join(map(re.escape, names)) or "(?!)"
@@ -360,18 +338,13 @@ class CallFormat:
 
         return pattern
 
-    # -- reading
-
     def parse(self, text: str, schemas: list[dict]) -> tuple[str, list[dict]]:
-        """Returns (the text outside of calls, [{"name", "arguments", "error"}, ...]).
-
-        See `parse_tool_calls`."""
+        """Returns (the text outside of calls, the calls): see `parse_tool_calls`."""
         names = [schema.get("function", {}).get("name", "") for schema in schemas]
-        starts = [*self.opening(names).finditer(text)] if self.opening else []
+        starts = [match.start() for match in self.opening(names).finditer(text)]
         malformed = {"name": "", "arguments": {}, "error": MALFORMED}
-        last = starts[-1].start() if starts else len(text)
-        if starts and self.closing and self.closing not in text[last:]:
-            content, calls = self.parse(text[:last], schemas)  # those before the one that was cut
+        if starts and self.closing and self.closing not in text[starts[-1] :]:
+            content, calls = self.parse(text[: starts[-1]], schemas)  # before the one that was cut
             return content, [*calls, malformed]
         content, calls = read_calls(self.parser, text, schemas)
         completed = WITHOUT_ARGUMENTS.sub(r'\1, "arguments": {}}', text)
@@ -379,38 +352,33 @@ class CallFormat:
             content, calls = read_calls(self.parser, completed, schemas)
         if calls is None or (starts and not calls):
             return text, [malformed]
-        if self.template.channel:  # its first token begins the message with the call (gpt-oss)
+        if self.template.channel:  # it begins the message with the call (gpt-oss)
             content = content.partition(self.template.channel)[0]
         ids = []
         if self.id_start:
             ids = re.findall(re.escape(self.id_start) + r"([\w.:-]+)", text)
         if len(ids) == len(calls):
-            calls = [call | {"id": call_id} for call, call_id in zip(calls, ids)]
+            for call, given in zip(calls, ids):
+                call["id"] = given
         return content, calls
 
     def check(self, schemas: list[dict]) -> Iterator[str]:
         """Tries the names of tools. Yields warnings. Raises BadInput if calls are not read."""
-        if not self.turns:
-            return
-        if len(self.lost) == len(self.turns):
-            raise BadInput(
-                f"--tool_parser {self.name} does not read the calls that the chat template writes: "
-                f"{self.turns['a call']!r:.200}"
-            )
-        if self.lost:
+        problem = ""
+        if self.turns and len(self.lost) == len(self.turns):
+            problem = f"the calls that the chat template writes: {self.turns[ALONE]!r:.200}"
+        elif self.lost:
             yield f"--tool_parser {self.name} does not read {', '.join(self.lost)}"
-        if "a call" in self.lost:
-            return
-        probe = SCHEMAS[0]["function"]
-        for schema in schemas:
+        tried = schemas if ALONE in {*self.turns} - {*self.lost} else []
+        for schema in tried:
             name = schema["function"]["name"]
-            renamed = {"type": "function", "function": probe | {"name": name}}
-            turn = self.turns["a call"].replace(NAME, name)
-            _, calls = read_calls(self.parser, turn, [renamed])
+            renamed = SCHEMAS[0]["function"] | {"name": name}
+            turn = self.turns[ALONE].replace(NAME, name)
+            _, calls = read_calls(self.parser, turn, [{"type": "function", "function": renamed}])
             if not calls or (calls[0]["name"], calls[0]["arguments"]) != (name, CALL[1]):
-                raise BadInput(
-                    f"--tool_parser {self.name} does not read calls of the tool {name!r}: rename it"
-                )
+                problem = f"calls of the tool {name!r}: rename it"
+        if problem:
+            raise BadInput(f"--tool_parser {self.name} does not read {problem}")
 
 
 def _loose(text):
@@ -436,15 +404,13 @@ class TemplateParser:
     turns: the probes. opening: as from `CallFormat.opening_of`. Raises ValueError if arguments are
     not JSON."""
 
-    def __init__(self, turns: dict[str, str], opening):
-        if '{"q": "Zq1"}' not in turns["a call"]:
+    def __init__(self, turns: dict[str, str], opening: Callable):
+        if '{"q": "Zq1"}' not in turns[ALONE]:
             raise ValueError("the arguments are not JSON")
         self.opening = opening
-        heads = [turns["a call"].partition(NAME)[0]]
-        two = turns.get("two calls in a turn")
-        if two:  # the second call of a list starts otherwise, and ids differ
-            heads.append(two.rpartition(NAME)[0])
-        head = commonprefix([head[::-1] for head in heads])[::-1].lstrip('", ')
+        # The second call of a list starts otherwise, and ids differ.
+        heads = [turns[probe].rpartition(NAME)[0][::-1] for probe in (ALONE, TWO) if probe in turns]
+        head = commonprefix(heads)[::-1].lstrip('", ')
         self.call = re.compile(_loose(head) + r"([\w.-]+)[^{}]{0,80}?(?=\{)")
 
     def extract_tool_calls(self, text: str, request):
@@ -495,26 +461,23 @@ def read_calls(parser, text: str, schemas: list[dict]) -> tuple[str, list[dict] 
         return text, []
     calls = []
     for each in parsed.tool_calls:
-        arguments = {}
-        error = None
+        call = {"name": each.function.name, "arguments": {}, "error": None}
         try:
             arguments = json.loads(each.function.arguments or "{}") or {}
             # JSON may escape half of a character ("\\ud83d"), which no file takes.
             arguments = json.loads(clean(json.dumps(arguments, ensure_ascii=False)))
+            if not isinstance(arguments, dict):
+                raise ValueError("they must be a JSON object")
+            call["arguments"] = arguments
         except (ValueError, RecursionError) as problem:
-            error = f"wrong arguments: {problem}"
-        if not isinstance(arguments, dict):
-            arguments = {}
-            error = "wrong arguments: they must be a JSON object"
-        calls.append({"name": each.function.name, "arguments": arguments, "error": error})
+            call["error"] = f"wrong arguments: {problem}"
+        calls.append(call)
     return parsed.content or "", calls
 
 
 @functools.cache
 def _request(schemas):
-    """Returns a chat request for `extract_tool_calls`, because some parsers read tools from it.
-
-    schemas: the tools' schemas, as a JSON list so that requests can be cached."""
+    """Returns a chat request (cached), because some parsers read the tools' schemas from it."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     return ChatCompletionRequest(
@@ -523,23 +486,14 @@ def _request(schemas):
     )
 
 
+@functools.cache
 def _manager():
+    """Returns vLLM's registry of parsers, whose log is quiet: the model reads what is wrong."""
     from vllm.tool_parsers import ToolParserManager  # takes seconds, which --help need not wait for
 
-    return ToolParserManager
-
-
-def vllm_parser(name: str, tokenizer):
-    """Returns the parser that `vllm serve --tool-call-parser` selects by this name.
-
-    Raises whatever it raises if it is unknown, or if the tokenizer lacks tokens of its format."""
-    parser = _manager().get_tool_parser(name)(tokenizer)
-    # The model reads what is wrong with its call, so vLLM need not log a traceback.
     for module in ("vllm.tool_parsers", "vllm.parser"):
-        for logger in [*logging.root.manager.loggerDict]:
-            if logger.startswith(module):
-                logging.getLogger(logger).disabled = True
-    return parser
+        logging.getLogger(module).setLevel(logging.CRITICAL + 1)
+    return ToolParserManager
 
 
 def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
