@@ -240,7 +240,7 @@ class ChatTemplate:
 
     tokenizer: with the variables of the template. think_tags: the tags around reasoning.
     stops: the ids that end a turn; the attribute has those of the template, too.
-    answer_end, call_end: the ids with which it ends an answer and a turn with calls, or None.
+    answer_end, call_end: the ids with which it ends an answer and a turn with calls.
 
     Raises BadInput if the tokenizer has no chat template."""
 
@@ -403,7 +403,7 @@ class ChatTemplate:
             return None
 
     def _end(self, turn, reply, known):
-        """Returns the id of the token that ends a made-up turn, or None.
+        """Returns the id of the token that ends a made-up turn, by default EOS.
 
         It is the first special token after the turn or, without one, that with which the next
         message begins (GLM). Calls may have special tokens of their own. So a turn with calls ends
@@ -416,7 +416,7 @@ class ChatTemplate:
         inner = self.texts.special_ids("".join(between))
         ends = [token for token in found if token in known]
         ends += [token for token in found if token not in inner]
-        return ends[0] if ends else None
+        return ends[0] if ends else self.tokenizer.eos_token_id
 
     def _pieces(self, *messages):
         """Returns a made-up chat as written, split at its words; [] if the template refuses it."""
@@ -505,11 +505,8 @@ class ChatTemplate:
         if calls:
             turn["tool_calls"] = calls
         stop = self.call_end if calls else self.answer_end
-        if stop is None:
-            stop = self.tokenizer.eos_token_id
         prompt = self.text([USER], add_generation_prompt=True)
-        _, written = _difference(prompt, self.text([USER, turn]))
-        written = written.partition(self._token(stop))[0]
+        written = self.written(turn)
         before = self.tokenizer.decode(prompt_ids[-PROMPT_TAIL:]) or prompt
         written = self._with_thought(written, turn, before.rstrip())
         # After the prompt, because some tokenizers put a space before words in other places.
@@ -524,6 +521,16 @@ class ChatTemplate:
         if not ids or not shows_calls or says_stop or not self.stops.isdisjoint(ids):
             raise ValueError(f"the policy could not say this turn of a demonstration: {turn}")
         return [*ids, stop]
+
+    def written(self, turn: dict, tools: list[dict] | None = None) -> str:
+        """Returns an assistant's turn as the template writes it, without its prompt and its end."""
+        prompt = self.text([USER], tools, True)
+        _, written = _difference(prompt, self.text([USER, turn], tools))
+        _, header = _difference(self.text([USER], tools), prompt)
+        if header and written.lstrip().startswith(header.lstrip()):
+            written = written.partition(header.lstrip())[2]  # Llama 4 has white space before it
+        stop = self.call_end if "tool_calls" in turn else self.answer_end
+        return written.partition(self._token(stop))[0]
 
     def _with_thought(self, written, turn, before):
         """Returns a written turn with what the template left out of it. before: its prompt."""

@@ -284,29 +284,13 @@ class CallFormat:
                 yield turns, before[-8:] if found else None
 
     def _turn(self, content, calls):
-        """Returns a turn with calls as the model samples it. Raises ValueError if one is hidden.
-
-        It begins where the chat differs from one with an ordinary answer."""
-
-        def text(*turn, prompt=False):
-            chat = [{"role": "user", "content": "Zask"}, *turn]
-            return self.template.text(chat, SCHEMAS, prompt)
-
-        called = text({"role": "assistant", "content": content, "tool_calls": calls})
-        answered = text({"role": "assistant", "content": "Zanswer"})
-        asked = text(prompt=True)
-        start = len(commonprefix([called, answered, asked if content else called]))
-        start -= len(re.search(r"[<\[][^<>\[\]\s]*$|$", called[:start])[0])  # not within a tag
-        header = asked[len(commonprefix([asked, text()])) :]
-        if header and header in called[start:]:  # Llama 4: white space before the header differs
-            start = called.index(header, start) + len(header)
+        """Returns a turn with calls as the model samples it. Raises ValueError if one is hidden."""
+        turn = {"role": "assistant", "content": content, "tool_calls": calls}
+        _, written = self.template.read(self.template.written(turn, SCHEMAS), opened=False)
         said = [call["function"]["name"] for call in calls] + re.findall(r"Zq\d", str(calls))
-        if not all(word in called[start:] for word in said):
+        if not all(word in written for word in said):
             raise ValueError("the template hides a call")
-        last = max(map(called.rfind, said))
-        stops = [self.tokenizer.decode([stop]) for stop in self.template.stops]
-        ends = [called.index(stop, last) for stop in stops if stop in called[last:]]
-        return called[start : min([*ends, len(called)])].rpartition(self.template.think_end)[2]
+        return written.lstrip()
 
     def _completes(self, probe):
         """Returns whether the parser reads a call that was cut, with other arguments."""
