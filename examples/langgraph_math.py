@@ -14,6 +14,7 @@ from examples.calculator import SYSTEM_PROMPT, build_model, calculator, load, re
 from flatrl.chat.endpoint import EndpointLoop
 
 try:
+    import openai
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
     from langgraph.graph import START, MessagesState, StateGraph
@@ -23,13 +24,21 @@ except ImportError:
         "examples/langgraph_math.py needs: pip install langgraph langchain-openai"
     ) from None
 
+# All rollouts share these: a new client reads certificates for 80 ms, in which they would all wait.
+# trust_env=False: no proxy leads to the endpoint.
+HTTP_CLIENTS = {
+    "http_client": openai.DefaultHttpxClient(trust_env=False),
+    "http_async_client": openai.DefaultAsyncHttpxClient(trust_env=False),
+}
 # The agent executes the tool: flatrl sees only messages.
 LANGCHAIN_TOOLS = [tool(calculator, parse_docstring=True)]
 
 
 def build_agent(base_url: str, api_key: str):
     """Returns the graph: a model, and tools that it may call until it answers."""
-    chat = ChatOpenAI(base_url=base_url, api_key=api_key, model="policy", max_retries=0)
+    chat = ChatOpenAI(
+        base_url=base_url, api_key=api_key, model="policy", max_retries=0, **HTTP_CLIENTS
+    )
     model = chat.bind_tools(LANGCHAIN_TOOLS)
 
     async def call_model(state: MessagesState) -> dict:

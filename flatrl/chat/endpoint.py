@@ -5,10 +5,12 @@ gets to any framework:
 
     from flatrl.chat.endpoint import EndpointLoop
 
+    CLIENT = openai.AsyncOpenAI(api_key="none", max_retries=0)  # one: a new one takes 80 ms
+
     @register("my_agent")
     class MyAgent(EndpointLoop):
         async def agent(self, base_url, api_key, row):
-            client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+            client = CLIENT.with_options(base_url=base_url, api_key=api_key)
             ...             # calls the model, its own tools, other agents
             return None     # or the reward; without one the task's `reward` is asked
 
@@ -66,6 +68,9 @@ def _bypass_proxies() -> None:
     if "*" not in hosts:
         for name in names:
             os.environ[name] = ",".join(hosts)
+
+
+_bypass_proxies()  # now as well, because task files make clients when they are imported
 
 
 class ChatEndpoint:
