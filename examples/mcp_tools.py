@@ -81,7 +81,8 @@ class McpTool(Tool):
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs) -> str:
         """Returns the tool's text. Raises RuntimeError with the text of a failure, or MCPError."""
-        calling = self.client.call_tool(self.name, arguments | execute_kwargs)
+        # The client's own call_tool sends a call again that its server has refused.
+        calling = self.client.session.call_tool(self.name, arguments | execute_kwargs)
         result = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(calling, self.loop))
         text = "\n".join(getattr(block, "text", f"[{block.type}]") for block in result.content)
         if result.is_error:

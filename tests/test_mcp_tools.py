@@ -17,7 +17,9 @@ from examples import mcp_tools
 
 SERVER = """
 import asyncio, os, sys
+from mcp import MCPError
 from mcp.server.mcpserver import Context, MCPServer
+from mcp.shared.inbound import HEADER_MISMATCH
 
 server = MCPServer("test", log_level="CRITICAL")
 calls = []
@@ -33,6 +35,11 @@ async def add(a: int, b: int = 0, hang: bool = False) -> int:
 @server.tool()
 def count_and_pid() -> str:
     return f"{len(calls)} {os.getpid()}"
+
+@server.tool()
+def done_and_refused() -> None:
+    calls.append(0)
+    raise MCPError(HEADER_MISMATCH, "list the tools again")
 
 @server.tool()
 def env_or_header(context: Context) -> str:
@@ -73,15 +80,18 @@ def test_calls_and_what_becomes_of_a_session(tools, background):
     """A call past its deadline leaves the session usable; a server that ends stays away.
 
     No call is sent twice."""
-    assert list(tools) == ["add", "count_and_pid", "env_or_header"]
+    assert list(tools) == ["add", "count_and_pid", "done_and_refused", "env_or_header"]
     function = tools["add"].schema["function"]
     assert function["parameters"]["properties"]["a"]["type"] == "integer"
 
     async def calls():
         assert await tools["add"].execute("r", {"a": 2, "b": 3}, b=40) == "42"  # the row's kwargs
         assert await tools["env_or_header"].execute("r", {}) == "seen"
+        with pytest.raises(MCPError, match="list the tools again"):
+            await tools["done_and_refused"].execute("r", {})
+        assert (await tools["count_and_pid"].execute("r", {})).startswith("2 ")
         hanging = asyncio.create_task(tools["add"].execute("r", {"a": 1, "hang": True}))
-        while not (told := await tools["count_and_pid"].execute("r", {})).startswith("2 "):
+        while not (told := await tools["count_and_pid"].execute("r", {})).startswith("3 "):
             await asyncio.sleep(0.01)
         hanging.cancel()
         await asyncio.wait([hanging])
