@@ -102,8 +102,12 @@ def load(split: str) -> list[dict]:
 
 
 def reward(output, row: dict) -> float:
-    """Returns 0.0, because the environment has paid, and notes the state of each turn."""
-    output.metrics["states"] = environments.seen_before_turns(output)
+    """Returns 0.0, because the environment has paid, and notes the state of each turn.
+
+    That is the message before it."""
+    pairs = itertools.pairwise(output.messages)
+    states = [before["content"] for before, message in pairs if message["role"] == "assistant"]
+    output.metrics["states"] = states
     return 0.0
 
 

@@ -15,7 +15,7 @@ from test_agent_loop import END, Script, said_by
 
 from agent_loop import agent_loop_class
 from data import filter_overlong, load_rows, load_task
-from examples import calculator
+from examples import calculator, environments
 from rollout import set_rewards
 from train import Args
 
@@ -149,6 +149,72 @@ def test_a_game_of_bisection(tokenizer, guesses, left, won):
     assert output.reward == won
     states = [f"{n} left, guess {turn}" for turn, n in enumerate(left, 1)]
     assert output.metrics["states"] == states
+
+
+class Counts:
+    """Counts down from the seed: the game of each interface below."""
+
+    def reset(self, seed):
+        self.left = seed
+        return f"{self.left} left"
+
+    def step(self, action):
+        if action not in ("1", "2"):
+            raise environments.IllegalAction("say 1 or 2")
+        self.left -= int(action)
+        return f"{self.left} left", int(action) / 2, self.left < 1, {"taken": int(action)}
+
+
+class CountsOfGymnasium(Counts):
+    def reset(self, *, seed, options=None):
+        return super().reset(seed), {}
+
+    def step(self, action):
+        observation, reward, truncated, info = super().step(str(action))
+        return observation, reward, False, truncated, info
+
+
+class CountsOfTextarena(Counts):
+    """It pays at the end, and shows each player his own moves as well."""
+
+    paid = 0.0
+
+    def reset(self, num_players, seed):
+        assert num_players == 1
+        self.seen = [(-1, super().reset(seed), "prompt")]
+
+    def step(self, action):
+        text, reward, done, info = super().step(action)
+        self.seen = [(0, action, "move"), (-1, text, "board"), (-1, "Go on.", "message")]
+        self.paid += reward
+        return done, info
+
+    def get_observation(self):
+        return 0, self.seen
+
+    def close(self):
+        return {0: self.paid}, {}
+
+
+def read_digit(text):
+    if not text.isdigit():
+        raise environments.IllegalAction("say 1 or 2")
+    return int(text)
+
+
+@pytest.mark.parametrize("make, read, more, paid", [
+    (Counts, str, "", [-0.1, 0.5, 1.0]),
+    (CountsOfGymnasium, read_digit, "", [-0.1, 0.5, 1.0]),
+    (CountsOfTextarena, str, "\nGo on.", [-0.1, 1.5]),
+])  # fmt: skip
+def test_an_environment_of_each_interface(tokenizer, make, read, more, paid):
+    task = SimpleNamespace(INTERACTIONS=[environments.EnvInteraction("count", make, read)])
+    task.reward = lambda output, row: 0.0
+    row = environments.episodes("count", "train", n_val=3)[0]
+    (output,) = play(task, tokenizer, row, "x", "1", "2")
+    assert said_by(output, "user") == ["3 left", "Illegal: say 1 or 2", f"2 left{more}"]
+    assert [reward for _, reward in output.turn_rewards] == paid
+    assert output.metrics["interaction/count/taken"] == 3
 
 
 # # # G # #    maze 4, whose shortest way is "nwnneen"
