@@ -923,7 +923,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _tool_method(self, trajectory, name, method, *arguments):
         """Calls a method of a tool with its keyword arguments in the row's tools_kwargs."""
-        kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs", {})
+        kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs") or {}
         function = getattr(self.tools[name], method)
         return await call(function, trajectory.request_id, *arguments, **kwargs)
 

@@ -60,7 +60,7 @@ from flatrl.rows import (
     check_tokenizer,
     tool_schemas,
 )
-from flatrl.tables import Rows, prompt_order, read_files  # noqa: F401 (re-exported)
+from flatrl.tables import Rows, prompt_order, read_files, rows_of  # noqa: F401 (re-exported)
 from flatrl.units import Outputs, last_outputs, unit_of
 from flatrl.vision import expand, load_images, same_images
 from losses import BT, NS, B, N, Turns
@@ -84,16 +84,16 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
     folder = str(file.resolve().parent)
     if folder not in sys.path:  # as in `python my_project/task.py`, after train.py's folder
         sys.path.insert(1, folder)
-    with refusing(f"--task {path} does not import", str(file)):
+    with refusing(f"--task {path} does not import", module.__file__):
         spec.loader.exec_module(module)
     for name in needs:
         if name == "reward" and hasattr(module, "group_reward"):
             name = "group_reward"
         need(
             callable(getattr(module, name, None)),
-            f"--task {path} has no function {name}: a task file defines load(split), "
-            "reward(output, row) or group_reward(outputs, rows) and, unless --model gives the "
-            "model, build_model(path)",
+            f"--task {path} has no function {name}: a task file defines reward(output, row) or "
+            "group_reward(outputs, rows), load(split) unless --train_files and --val_files give "
+            "the rows, and build_model(path) unless --model gives the model",
         )
     return module
 
@@ -119,8 +119,14 @@ def load_rows(
     Raises BadInput if there are no training rows, or if a row is not as said here. Without
     validation rows nothing is evaluated."""
     source = ", ".join(files) if files else f"load({split!r})"
-    with refusing(f"{source} does not give a list of rows"):
-        rows = read_files(files) if files else list(task.load(split))
+    with refusing(f"{source} does not give a list of rows", getattr(task, "__file__", "")):
+        if files:
+            rows = read_files(files)
+        else:
+            rows = task.load(split)
+            if getattr(rows, "features", None):  # a datasets.Dataset
+                rows = rows_of(rows)
+            rows = list(rows)
     need(len(rows) or split == "val", f"{source} has no rows")
     system_prompt = getattr(task, "SYSTEM_PROMPT", None)
 
@@ -221,12 +227,19 @@ def _shorten_prompt(row: dict, limit: int, length_of: Callable, tokenizer, side:
     return row
 
 
+# Columns of other data sets that no agent loop of agent_loop.py reads, and what to do about them.
+UNREAD = {
+    "tools": "tools are the task's TOOLS, of which a row's tools_kwargs can choose some",
+    "chat_template_kwargs": "--chat_template_args gives them for all rows",
+}
+
+
 def _checked_length(row: dict, chat_tokenizer, task, args, processor) -> int:
     """Checks a row, and returns the tokens of its rendered prompt, with its images and its hint.
 
-    Raises BadInput if its agent loop, one of its tools or its interaction is unknown, if its
-    prompt can't be rendered, if an image can't be read, or if it has more than args.max_images,
-    or any although the model takes none (processor is None)."""
+    Raises BadInput if its agent loop, one of its tools or its interaction is unknown, if it has a
+    column of UNREAD, if its prompt can't be rendered, if an image can't be read, or if it has more
+    than args.max_images, or any although the model takes none (processor is None)."""
     name = f"row {row.get('index')}"
     images = row.get("images") or []
     need(
@@ -235,7 +248,10 @@ def _checked_length(row: dict, chat_tokenizer, task, args, processor) -> int:
         "--agent_args can raise",
     )
     with refusing(name):
-        agent_loop_class(row, task, args)
+        loop = agent_loop_class(row, task, args)
+        for column, instead in UNREAD.items():
+            is_read = loop.__module__ != "agent_loop"  # a loop of the task's own
+            need(is_read or not row.get(column), f"{name}: {column!r} is not read: {instead}")
         interaction = task_interaction(task, row_kwargs(row, "interaction_kwargs"))
         need(
             row["prompt"] or interaction,

@@ -23,17 +23,22 @@ from flatrl.tables import prompt_order
 from flatrl.tools import call_format
 from flatrl.vision import load_image
 
-ROW_TYPES = {"extra_info": dict, "data_source": str, "demonstration": str | list | tuple}
+ROW_TYPES = {"data_source": str, "demonstration": str | list | tuple}
 TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 # Arguments that AgentLoopBase.run(**row) gets besides a row's columns.
 RESERVED_COLUMNS = {"self", "sampling_params", "step", "rollout_n", "validate"}
+OBJECTS = {"extra_info", "tools_kwargs", "interaction_kwargs"}
+# How the JSON text of a message begins, or of a list of messages.
+MESSAGES = re.compile(r"""\s*(\[\s*)?\{\s*["'](role|content)["']\s*:""")
 
 
 def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "images") -> dict:
     """Returns a checked copy of a row: "prompt" is a list of messages, "images" one of images.
 
     prompt_key, image_key: see `data.load_rows`. number: the row's index, if it has none.
-    name: what messages call the row. Raises BadInput."""
+    name: what messages call the row. Raises BadInput.
+
+    Prompt, demonstration and the columns of OBJECTS may be JSON texts, as in csv files."""
     need(
         isinstance(row, dict) and prompt_key in row,
         f"{name} has no column {prompt_key!r}: give --prompt_key, or files of your own for both, "
@@ -41,15 +46,11 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
     )
     taken = RESERVED_COLUMNS & row.keys()
     need(not taken, f"{name}: agent loops have other arguments named {taken}, so rename columns")
+    row = _read_objects(row, name)
     check_types(row, ROW_TYPES, name)
-    row = dict(row)
     if row.get("extra_info"):
-        row["extra_info"] = dict(row["extra_info"])  # the caller's own stays as it is
+        row["extra_info"] = _read_objects(row["extra_info"], name)
     for columns in row, row.get("extra_info") or {}:
-        for key in "tools_kwargs", "interaction_kwargs":
-            check_types(columns, {key: dict}, name)
-            if key in columns:
-                columns[key] = _tidied(columns[key])
         for tool, kwargs in (columns.get("tools_kwargs") or {}).items():
             where = f"{name}: tools_kwargs"
             check_types({tool: kwargs}, {tool: dict}, where)
@@ -59,7 +60,7 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
     if row.get("index") is None:
         row["index"] = number
 
-    prompt = row[prompt_key]
+    prompt = _read_messages(row[prompt_key], name)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     row["prompt"] = _chat(prompt, name, prompt_key)
@@ -73,6 +74,28 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
     with refusing(name):
         _check_images(row)
     return row
+
+
+def _read_objects(columns, name):
+    """Returns a copy of columns, with those of OBJECTS as dicts."""
+    columns = dict(columns)
+    for key in OBJECTS & columns.keys():
+        if isinstance(columns[key], str):
+            with refusing(f"{name}: {key!r} is a text, but not JSON"):
+                columns[key] = json.loads(columns[key])
+        check_types(columns, {key: dict}, name)
+        if columns[key] and key != "extra_info":
+            given = {name: entry for name, entry in columns[key].items() if entry is not None}
+            columns[key] = _tidied(given, keeps_none=True)
+    return columns
+
+
+def _read_messages(value, name):
+    """Returns what the JSON text of a chat or of a message holds, and any other value as it is."""
+    if not isinstance(value, str) or not MESSAGES.match(value):
+        return value
+    with refusing(f"{name}: {value!r:.40} begins like chat messages, but is not JSON"):
+        return json.loads(value)
 
 
 def tool_schemas(row: dict, task) -> list[dict]:
@@ -140,11 +163,13 @@ def _chat(messages, name, column):
 
     The arguments of tool calls become dicts: many data sets have them as JSON. A call that is only
     its function gets the form of `agent_loop.function_call`."""
+    if isinstance(messages, (list, tuple)):
+        messages = [_read_messages(message, name) for message in messages]
     need(
-        isinstance(messages, (list, tuple)) and all(map(_is_message, messages)),
+        isinstance(messages, list) and all(map(_is_message, messages)),
         f"{name}: {column!r} must be a text or a list of chat messages, got {messages!r:.80}",
     )
-    messages = [_tidied(message) for message in messages]
+    messages = _tidied(messages)
     with refusing(f"{name}: {column!r}, a tool call"):
         for message in messages:
             if message.get("tool_calls") == []:  # some templates take it for a call
@@ -171,8 +196,10 @@ def _is_message(message):
 
 def _demonstration(turns, name):
     """Returns a demonstration, which is a text, or a list of texts and messages, as messages."""
+    turns = _read_messages(turns, name)
     messages = []
-    for turn in [turns] if isinstance(turns, str) else turns:
+    for turn in [turns] if isinstance(turns, str | dict) else turns:
+        turn = _read_messages(turn, name)
         if isinstance(turn, str):
             turn = {"role": "assistant", "content": turn}
         messages.append(turn)
@@ -186,18 +213,22 @@ def _demonstration(turns, name):
     return messages
 
 
-def _tidied(value):
+def _tidied(value, keeps_none=False):
     """Returns a copy of nested dicts and lists, with texts cleaned (`agent_loop.clean`).
 
-    The entries of dicts that are None are left out: Parquet gives every row the keys of all rows,
-    with None where a row has no such key."""
+    Entries of dicts that are None are left out, except in the arguments of calls: some templates
+    write them."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, list):
-        return [_tidied(entry) for entry in value]
+        return [_tidied(entry, keeps_none) for entry in value]
     if not isinstance(value, dict):
         return value
-    return {key: _tidied(entry) for key, entry in value.items() if entry is not None}
+    tidied = {}
+    for key, entry in value.items():
+        if entry is not None or keeps_none:
+            tidied[key] = _tidied(entry, keeps_none or key == "arguments")
+    return tidied
 
 
 def _check_images(row):

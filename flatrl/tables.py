@@ -11,6 +11,7 @@ from torch.utils.data import ConcatDataset
 
 from flatrl.bad_input import refusing
 
+ARGUMENTS = {"arguments", "tools_kwargs", "interaction_kwargs"}
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 
 
@@ -53,7 +54,30 @@ def read_files(names: list[str]) -> Sequence[dict]:
 
     Names are parquet, json, jsonl and csv files, and datasets on the Hugging Face hub:
     NAME:SPLIT or NAME:CONFIG:SPLIT. Raises BadInput if one can't be read."""
-    return ConcatDataset([_table(name) for name in names])
+    return ConcatDataset([rows_of(_table(name)) for name in names])
+
+
+def rows_of(table) -> Rows:
+    """Returns the rows of a datasets.Dataset.
+
+    Arrow gives all structs of a column the same keys, with None where one has no such key. Below
+    ARGUMENTS these are left out; anywhere else they are as good as missing."""
+    features = table.features
+    return Rows(lambda number: _unpadded(table[number], features, False), range(len(table)))
+
+
+def _unpadded(value, feature, is_argument):
+    """Returns a value of a table, see `rows_of`. is_argument: whether it is below ARGUMENTS."""
+    if isinstance(value, list):
+        kind = getattr(feature, "feature", None)
+        return [_unpadded(entry, kind, is_argument) for entry in value]
+    if not (isinstance(value, dict) and isinstance(feature, dict)):
+        return value  # in a Json column, whose None is a null
+    entries = {}
+    for key, entry in value.items():
+        if entry is not None or not is_argument:
+            entries[key] = _unpadded(entry, feature.get(key), is_argument or key in ARGUMENTS)
+    return entries
 
 
 def _table(name):

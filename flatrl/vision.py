@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
@@ -27,16 +28,24 @@ def load_image(source) -> Image.Image:
     """Returns an image, upright and in RGB.
 
     source: a path, bytes, a dict {"bytes", "path"} as in Hugging Face's files, or a PIL image.
-    Raises ValueError if it can't be read."""
+    Transparent pixels show a white background, as in vLLM. 16-bit greys keep their upper byte.
+    Raises ValueError if it can't be read, or if its pixels have no known range."""
     source = _file_of(source)
     try:
-        if isinstance(source, Image.Image):
-            image = source
-        elif isinstance(source, bytes):
+        image = source
+        if isinstance(source, bytes):
             image = Image.open(io.BytesIO(source))
-        else:
+        elif not isinstance(source, Image.Image):
             image = Image.open(source)
-        return ImageOps.exif_transpose(image).convert("RGB")
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):  # PIL would clip them to white
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        elif image.mode in ("I", "F"):
+            raise ValueError(f"its mode is {image.mode!r}; give 8 or 16 bits a pixel")
+        elif image.has_transparency_data:
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image.convert("RGBA"))
+        return image.convert("RGB")
     except Exception as error:  # PIL, the file system and a wrong type each raise their own
         raise ValueError(f"{source!r:.80} can't be read as an image: {error}") from None
 

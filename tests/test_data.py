@@ -64,6 +64,42 @@ def test_calls_in_a_prompt_get_one_form():
     assert row["prompt"][0]["tool_calls"] == calls
 
 
+CHAT = [BRIEF, *HELLO]
+
+
+@pytest.mark.parametrize("column, given, read", [
+    ("prompt", json.dumps(CHAT), CHAT),
+    ("prompt", list(map(json.dumps, CHAT)), CHAT),
+    ("prompt", '[{"a": 1}]: what is it?', [{"role": "user", "content": '[{"a": 1}]: what is it?'}]),
+    ("demonstration", json.dumps([BRIEF | {"role": "assistant"}]), [BRIEF | {"role": "assistant"}]),
+    ("tools_kwargs", '{"add": {}, "mul": null}', {"add": {}}),
+    ("extra_info", '{"interaction_kwargs": "{}"}', {"interaction_kwargs": {}}),
+])  # fmt: skip
+def test_columns_may_be_json_texts(column, given, read):
+    (row,) = rows_of([{"prompt": "hello", column: given}])
+    assert row[column] == read
+
+
+def test_nulls_are_arguments_but_not_where_arrow_puts_them(tmp_path):
+    arguments = [{"a": 1, "b": None}, {"c": 2}]
+    calls = [[{"function": {"name": "f", "arguments": each}}] for each in arguments]
+    rows = []
+    for call in calls:
+        turn = {"role": "assistant", "tool_calls": call}
+        rows.append({"prompt": "hello", "demonstration": [turn]})
+    table = datasets.Dataset.from_list(rows)
+    lines, parquet = str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")
+    Path(lines).write_text("\n".join(map(json.dumps, rows)))
+    table.to_parquet(parquet)
+    read = [rows_of(rows), rows_of(table)]
+    read += [data.load_rows(SimpleNamespace(), "train", [name]) for name in (lines, parquet)]
+    found = []
+    for rows in read:
+        turns = [row["demonstration"][0] for row in rows]
+        found.append([turn["tool_calls"][0]["function"]["arguments"] for turn in turns])
+    assert found == [arguments, [{"a": 1}, {"c": 2}]] * 2
+
+
 def test_rows_are_numbered_and_get_the_system_prompt():
     own = [{"role": "system", "content": "Be long."}, *HELLO]
     source = [

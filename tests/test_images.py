@@ -8,10 +8,12 @@ import shutil
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import vision_task
 from conftest import KEPT, SMALL_CACHE, metrics_of, output_of, rollouts_of, run, stepped
+from PIL import Image
 from test_agent_loop import Notes, Script, call, encode, tool_turn
 from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_task import Looker, picture
@@ -25,6 +27,7 @@ from agent_loop import (
     ToolAgentLoop,
     ToolResponse,
     expand,
+    load_image,
 )
 from examples.vision import init_vision_model
 from flatrl import models
@@ -328,11 +331,36 @@ def test_images_in_each_form_that_data_sets_have(args, processor, tmp_path):
         check_one(row, args, processor, max_prompt_tokens=length - 1)
 
 
+def png(image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "png")
+    return file.getvalue()
+
+
+RED, GONE = (255, 0, 0, 255), (0, 0, 0, 0)
+PALETTE = Image.new("P", (1, 1))
+PALETTE.info["transparency"] = 0
+
+
+@pytest.mark.parametrize("image, seen", [
+    (Image.new("RGBA", (1, 1), RED), (255, 0, 0)),
+    (Image.new("RGBA", (1, 1), GONE), (255, 255, 255)),
+    (Image.new("LA", (1, 1), (0, 128)), (127, 127, 127)),
+    (PALETTE, (255, 255, 255)),
+    (Image.fromarray(np.array([[0x40FF]], np.uint16)), (64, 64, 64)),
+])  # fmt: skip
+def test_pixels_that_are_not_rgb(image, seen):
+    """Transparent ones show white, as in vLLM; of 16 bits the upper eight stay."""
+    for source in (image, png(image)):
+        assert load_image(source).getpixel((0, 0)) == seen
+
+
 IMAGE = picture(1, 56, 56)
 
 
 @pytest.mark.parametrize("content, images, said", [
     ("<image>", [b"abc"], "can't be read"),
+    ("<image>", [Image.new("F", (56, 56))], "its mode is 'F'"),
     ("<image><image>", [IMAGE] * 2, "2 images are more than max_images 1"),
     (f"<image>{PLACE}", [IMAGE], "there are 1 images, but 2 placeholders"),
 ])  # fmt: skip
