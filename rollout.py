@@ -688,9 +688,6 @@ async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list
     finally:
         rollout_engine.close()
         print_tool_exceptions(loop)
-    if turns:
-        raise ValueError(f"the agent loop ended with {len(turns)} turns left to demonstrate")
-
     outputs = list(returned) if isinstance(returned, list | tuple) else [returned]
     for segment, output in enumerate(outputs):
         if not isinstance(output, AgentLoopOutput):
@@ -703,6 +700,11 @@ async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list
             tell(output, row, loop)
         else:  # what a loop has set is not used
             output.extra.pop("told_prompt_ids", None)
+    if turns:
+        why = outputs[-1].stop_reason if outputs else "none"
+        raise ValueError(
+            f"the agent loop ended with {len(turns)} turns left to demonstrate; stop reason: {why}"
+        )
     if outputs:
         outputs[-1].metrics["generate_s"] = rollout_engine.generate_s
     return outputs

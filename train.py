@@ -999,7 +999,11 @@ def check_input(args: Args) -> tuple:
     check_args(args)
     accelerator, store = start_processes(args)  # first, so that errors below reach all ranks
     complete_flags(args, accelerator.device.type == "cuda")
-    needed = ["load", "reward"] if args.model else ["load", "reward", "build_model"]
+    needed = ["reward"]
+    if not (args.train_files and (args.val_files or not args.evaluates)):
+        needed.append("load")
+    if not args.model:
+        needed.append("build_model")
     task = data.load_task(args.task, needed)
     check_registered(args)
     args.task = task.__file__

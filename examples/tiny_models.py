@@ -278,6 +278,8 @@ async def play(row: dict, task, tokenizer) -> list[tuple]:
     with refusing(f"the demonstration of row {row['index']} can't be played"):
         outputs = await loop.run({}, **row, step=0, rollout_n=0, validate=False)
     outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
+    fits = not any(output.truncated for output in outputs)
+    need(fits, f"row {row['index']}: this model's window, {window} tokens, ends its demonstration")
     is_played = not turns and any(1 in output.response_mask for output in outputs)
     need(is_played, f"row {row['index']}: its agent loop does not play all of a demonstration")
     sequences = []

@@ -4,6 +4,7 @@ import contextlib
 import pickle
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 
 class BadInput(ValueError):
@@ -32,18 +33,25 @@ def need(ok, message: str):
 def refusing(problem: str, file: str = "") -> Iterator[None]:
     """Turns every exception in its block, even SystemExit, into BadInput with one line.
 
-    The line has the problem, the error and, if it happened in `file`, the line number there.
-    BadInput and KeyboardInterrupt stay as they are."""
+    The line has the problem, the error and, if it happened in `file` or in a module beside it, the
+    line number there. file: an absolute path. BadInput and KeyboardInterrupt stay as they are."""
     try:
         yield
     except (BadInput, KeyboardInterrupt):
         raise
     except BaseException as error:
-        places = traceback.extract_tb(error.__traceback__)
-        lines = [place.lineno for place in places if place.filename == file]
-        if lines:
-            problem += f", line {lines[-1]}"
+        if file and not isinstance(error, SyntaxError):  # whose text says where
+            problem += _last_line(error, Path(file))
         raise BadInput(f"{problem}: {reason(error).removeprefix('ValueError: ')}") from error
+
+
+def _last_line(error, file):
+    """Returns the last line of an error's traceback that is in a file or in one beside it."""
+    for place in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(place.filename)
+        if path.parent == file.parent:
+            return f", line {place.lineno}" + (f" of {path.name}" if path != file else "")
+    return ""
 
 
 def reason(error: BaseException) -> str:

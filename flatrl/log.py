@@ -15,6 +15,7 @@ from agent_loop import RESPONSE_LISTS, AgentLoopOutput, numeric_entries, total_r
 from flatrl.bad_input import need, reason, refusing
 from flatrl.files import read_json_lines, to_json_lines, write_whole
 from flatrl.models import versions
+from flatrl.user_code import checked_number
 
 GIT = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
 
@@ -212,8 +213,8 @@ def steps_to_replay(args) -> int:
 def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], list[dict]]:
     """Returns the outputs and errors that Log.rollouts wrote, for --replay.
 
-    Their hints are left out. Raises BadInput if a line is damaged, lacks its reward, or has images
-    or tokens from vocab_size on, and if no output is left to learn from."""
+    Their hints are left out. Raises BadInput if a line is damaged (`_check_replayed`) or has
+    images, and if no output is left to learn from."""
     outputs = []
     errors = []
     names = {field.name for field in fields(AgentLoopOutput)} - {"images"}  # a number
@@ -226,10 +227,7 @@ def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], l
                 errors.append(line)
                 continue
             output = AgentLoopOutput(**{name: line[name] for name in names & line.keys()})
-            if output.reward is None or not {"prompt", "sample", "segment"} <= set(output.extra):
-                raise ValueError("it lacks its reward or its number")
-            if max(output.prompt_ids + output.response_ids) >= vocab_size:
-                raise ValueError("its tokens are another model's")
+            _check_replayed(output, vocab_size)
             output.extra.pop("told_prompt_ids", None)  # hints are not replayed
             outputs.append(output)
     need(
@@ -237,3 +235,22 @@ def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], l
         f"--replay: {file} has no output to learn from",
     )
     return outputs, errors
+
+
+def _check_replayed(output, vocab_size):
+    """Raises an exception if the step could not use what a file, perhaps edited, says."""
+    ids = output.prompt_ids + output.response_ids
+    numbers = [output.num_turns]
+    numbers += [output.extra[name] for name in ("prompt", "sample", "segment")]
+    if not all(isinstance(n, int) for n in ids + numbers + output.response_versions):
+        raise ValueError("its ids, versions and numbers must be integers")
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError("its tokens are another model's")
+    if output.reward is None:
+        raise ValueError("it lacks its reward")
+    checked_number(total_reward(output), "its reward")
+    for logprob in output.response_logprobs:
+        checked_number(logprob, "a logprob")
+    for token, _ in output.turn_rewards:
+        range(max(1, len(output.response_ids)))[token]  # raises if there is no such token
+    numeric_entries(output.metrics)

@@ -61,7 +61,7 @@ def _build(task, args, folder: Path):
     with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
         temporary = Path(parent, "model")
         temporary.mkdir()
-        with refusing(f"--task {args.task}: build_model failed"):
+        with refusing(f"--task {args.task}: build_model failed", task.__file__):
             task.build_model(str(temporary))
         with contextlib.suppress(OSError):  # another run was first
             temporary.rename(folder)

@@ -13,6 +13,7 @@ from torch.testing import assert_close as close
 import data
 import train
 from agent_loop import BadInput, agent_loop_class
+from examples import tiny_models
 from flatrl.metrics import batch_metrics
 from rollout import DemonstrationEngine, Rollouts
 from train import Args
@@ -71,6 +72,15 @@ def test_a_loop_that_wants_more_turns_ends_and_one_that_ends_leaves_turns(tokeni
     assert [turn["content"] for turn in left] == ["more"]
     with pytest.raises(ValueError, match="has 21 tokens, with room for 20"):
         play(tokenizer, ["x" * 20], max_response_tokens=20)
+
+
+def test_the_window_of_a_tiny_model_is_named(tokenizer, monkeypatch):
+    row = loaded(prompt=PROMPT, demonstration=[CALL, ANSWER])
+    (ids, mask) = asyncio.run(tiny_models.play(row, CALCULATOR, tokenizer))[0]
+    end = len(encode(tokenizer, tool_turn("2") + ANSWER + END))
+    monkeypatch.setattr(tokenizer, "model_max_length", len(ids) - end)
+    with pytest.raises(BadInput, match=f"window, {len(ids) - end} tokens, ends its demonstration"):
+        asyncio.run(tiny_models.play(row, CALCULATOR, tokenizer))
 
 
 def step_of(outputs: list, **flags) -> tuple[dict, dict]:

@@ -430,6 +430,15 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
     assert read.text == "two\u2028lines" and read.response_ids == [3]
     with pytest.raises(BadInput, match="its tokens are another model's"):
         train.read_rollouts(file, 3)
+    for edited, said in [
+        ({"reward": None}, "it lacks its reward"),
+        ({"turn_rewards": [[1, 0.5]]}, "IndexError"),
+        ({"num_turns": "2"}, "must be integers"),
+        ({"response_logprobs": ["x"]}, "finite number"),
+    ]:
+        file.write_text(line + "\n" + json.dumps(good | edited))
+        with pytest.raises(BadInput, match=f"000001.jsonl, line 2, is not .*{said}"):
+            train.read_rollouts(file, 4)
 
 
 def test_help_and_a_wrong_flag_do_not_wait_for_slow_imports():
