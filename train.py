@@ -14,10 +14,10 @@ if __name__ == "__main__":
     prepare_process()  # sets OMP_NUM_THREADS, which torch reads when it is imported
 
 import contextlib
-import copy
 import functools
 import importlib.util
 import math
+import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -921,10 +921,7 @@ class Run:
     def end_step(self):
         """Counts a step. A checkpoint saved during the next one keeps what is known now."""
         self.done += 1
-        self.kept = {
-            "kl_coef": self.kl.coef,
-            "estimator": copy.deepcopy(self.estimator_state),
-        }
+        self.kept = {"kl_coef": self.kl.coef, "estimator": pickle.dumps(self.estimator_state)}
 
 
 def setup(args: Args) -> Run:

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from flatrl.bad_input import BadInput, need, pickled_state, refusing
+from flatrl.bad_input import BadInput, need, refusing
 from flatrl.files import logged
 from flatrl.models import whole, whole_weights
 from flatrl.processes import on_main
 
-STATE_FILE = "estimator.pkl"  # in a checkpoint: the estimator's state, if it has any
+STATE_FILE = "estimator.pkl"  # in a checkpoint: the estimator's state
 
 # ---------------------------------------------------------------- the folder
 
@@ -61,18 +61,16 @@ def read_checkpoint(args) -> tuple[Path | None, dict]:
         return None, {}
     checkpoint = checkpoints(Path(args.output_dir))[-1]
     state = json.loads((checkpoint / "step.json").read_text())
-    state["estimator"] = {}
-    if (checkpoint / STATE_FILE).exists():
-        state["estimator"] = pickle.loads((checkpoint / STATE_FILE).read_bytes())
+    state["estimator"] = pickle.loads((checkpoint / STATE_FILE).read_bytes())
     return checkpoint, state
 
 
 def check_changes(args, training_rows: str, state: dict) -> list[str]:
-    """Prints which flags differ from those of the run to resume, and returns their names.
+    """Prints which flags differ from those in the args.json of the run to resume.
 
-    The run's flags and rows are read from its args.json. training_rows: as from
-    `rows.hash_of_rows`; state: as from `read_checkpoint`. Raises BadInput if the training rows are
-    others, unless --resume is "changed" and no sampler's history is about them."""
+    Returns their names. training_rows: as from `rows.hash_of_rows`; state: as from
+    `read_checkpoint`. Raises BadInput if the training rows are others, unless --resume is
+    "changed" and no sampler's history is about them."""
     if not args.resume:
         return []
     about = json.loads(Path(args.output_dir, "args.json").read_text())
@@ -153,9 +151,7 @@ def _complete(run, temporary, parts):
         "next_prompt": next_prompt,
     }
     (temporary / "step.json").write_text(json.dumps(about))
-    if run.kept["estimator"]:
-        flag = f"--adv_estimator {run.args.adv_estimator}"
-        (temporary / STATE_FILE).write_bytes(pickled_state(run.kept["estimator"], flag))
+    (temporary / STATE_FILE).write_bytes(run.kept["estimator"])
     temporary.rename(temporary.with_name(temporary.name.removeprefix(".")))
     old = checkpoints(run.folder)[: -run.args.keep_checkpoints]
     for path in {*old} - {best_checkpoint(run)}:
@@ -178,10 +174,9 @@ def best_checkpoint(run) -> Path | None:
 
 
 def resume(run, checkpoint: Path, state: dict, changed: list[str]):
-    """Continues a run from a checkpoint: its steps, history, KL coefficient and networks.
+    """Continues a run from a checkpoint. Raises BadInput if that does not load.
 
-    state: as from `read_checkpoint`; changed: as from `check_changes`. Raises BadInput if the
-    checkpoint does not load."""
+    state: as from `read_checkpoint`; changed: as from `check_changes`."""
     run.done = state["step"]
     run.saved = run.done
     if getattr(run.task, "sampler", None):  # its history
@@ -231,8 +226,7 @@ def save_policy(run, folder: Path):
     """Writes the policy in Hugging Face format, with its tokenizer or processor.
 
     With --lora_rank the adapter is merged into the weights, and is also in the folder `adapter`
-    in peft's format. All ranks call this, because a sharded policy is gathered, in float32, into
-    host memory. The main rank writes."""
+    in peft's format. All ranks call this, and gather a sharded policy into host memory."""
     model = run.policy.net.model
     weights = {}
     for name, tensor in whole_weights(model, torch.float32):  # all ranks take part in the gathering
@@ -250,36 +244,28 @@ def save_policy(run, folder: Path):
 def model_card(run) -> str:
     """Returns the README.md of a trained policy: its base, task, command and last rewards."""
     args = run.args
-    metadata = ["library_name: transformers"]
-    if not os.path.isdir(args.model):  # a name on the hub
-        metadata.append(f"base_model: {args.model}")
-    rewards = []
+    base = "" if os.path.isdir(args.model) else f"base_model: {args.model}\n"  # a name on the hub
+    rewards = ""
     for title, name in ("training", "reward/mean"), ("evaluation", "eval/reward"):
         values = logged(run.folder, name)
         if values:
-            rewards.append(f"- {title}: {values[max(values)]:.3f} at step {max(values)}")
-    lines = [
-        "---",
-        *metadata,
-        "---",
-        f"# {Path(args.model).name}, trained on {Path(args.task).stem}",
-        "",
-        f"{run.done} steps of `--algo {args.algo}` by flatrl, from `{args.model}`:",
-        "",
-        f"    {shlex.join(sys.argv)}",
-        "",
-        "Mean rewards:",
-        "",
-        *rewards,
-    ]
-    return "\n".join(lines) + "\n"
+            rewards += f"- {title}: {values[max(values)]:.3f} at step {max(values)}\n"
+    return f"""---
+{base}library_name: transformers
+---
+# {Path(args.model).name}, trained on {Path(args.task).stem}
+
+{run.done} steps of `--algo {args.algo}` by flatrl, from `{args.model}`:
+
+    {shlex.join(sys.argv)}
+
+Mean rewards:
+
+{rewards}"""
 
 
 def _write_policy(folder, model, tokenizer, weights, adapter, card):
-    """Writes a model with these weights, its adapter if it has one, its tokenizer and its card.
-
-    They take the place of an earlier policy at the end. Raises BadInput with what the libraries
-    raise."""
+    """Writes a model with these weights, its adapter if it has one, its tokenizer and its card."""
     temporary = folder.with_name(f".{folder.name}")
     generation = model.generation_config
     with refusing("the policy, its configuration or its tokenizer can't be saved"):

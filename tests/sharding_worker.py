@@ -89,7 +89,7 @@ def run_of(accelerator, folder: Path, args: train.Args):
     train.optimise(learner, train.policy_objective, batch, columns, range(6), args, accelerator)
     return types.SimpleNamespace(
         args=args, folder=folder, learners={"policy": learner}, pool=None, done=1, saved=0,
-        log=SilentLog(), history=[], kept={"kl_coef": 0.0, "estimator": {}}, evals={},
+        log=SilentLog(), history=[], kept={"kl_coef": 0.0, "estimator": b""}, evals={},
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 A run that is killed and resumed to the last digit is in test_train.py."""
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def make_run(folder: Path, **flags):
         args=args, folder=folder, learners={"policy": learner}, done=0, saved=0, evals={},
         pool=Part(next_prompt=lambda done: 1), log=SilentLog(), kl=Part(coef=0.1),
         history=[[7, 0, 1.0], [5, 0, 0.5]], task=Part(sampler=min), estimator_state={},
-        kept={"kl_coef": 0.5, "estimator": {1: 2.5}})  # fmt: skip
+        kept={"kl_coef": 0.5, "estimator": pickle.dumps({1: 2.5})})  # fmt: skip
 
 
 def save(run, *steps: int):
