@@ -947,7 +947,7 @@ def setup(args: Args) -> Run:
     if accelerator.is_main_process:
         log = Log(args, tokenizer, state.get("step", 0), training_rows)
         log.listeners = listeners(log)
-        log.start(rows, all_rows, policy, device)  # now: starting the engine may take minutes
+        log.notify("start", rows, all_rows, policy, device)  # before minutes of the engine's start
     engine = None
     if not args.replay:
         image_token_id = getattr(processor, "image_token_id", None)
@@ -1108,7 +1108,7 @@ def close(run: Run):
     """Ends everything that a run holds, on all ranks together. Then the process can exit."""
     if run.pool:
         run.pool.end()
-    run.log.close()
+    run.log.notify("close")
     run.background.close()
     all_gather(None)  # waits for the other ranks: closing an engine ends the process group
     if run.engine:

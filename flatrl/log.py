@@ -23,7 +23,7 @@ GIT = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
 class Listener:
     """Follows a run. train.LISTENERS names the subclasses, which override what they need.
 
-    log: the run's Log. An error in one of these methods is only a warning."""
+    log: the run's Log, which warns of an error in one of these methods."""
 
     def __init__(self, log: "Log"):
         self.log = log
@@ -62,8 +62,9 @@ class Log:
     ]
 
     def __init__(self, args, tokenizer, steps_done: int, training_rows: str = ""):
-        """steps_done: those of the checkpoint to resume. Lines of later steps are removed, because
-        these steps are run again. training_rows: as from `rows.hash_of_rows`."""
+        """steps_done: those of the checkpoint to resume. Lines of later steps are removed.
+
+        training_rows: as from `rows.hash_of_rows`."""
         self.args = args
         self.tokenizer = tokenizer
         self.steps_done = steps_done
@@ -91,10 +92,6 @@ class Log:
         """Writes args.json: flags, a hash of the training rows, versions, commit, command."""
         write_whole(self.folder / "args.json", f"{json.dumps(self.about, indent=2)}\n")
 
-    def start(self, *plan):
-        """Tells the listeners what the run is about to do. See `Listener.start`."""
-        self._notify("start", *plan)
-
     def metrics(self, row: dict, rollouts=None, batch=None):
         """Writes a step's metrics: one JSON object in metrics.jsonl, one line of the table.
 
@@ -102,7 +99,7 @@ class Log:
         with (self.folder / "metrics.jsonl").open("ab") as file:
             file.write(to_json_lines([row]).encode(errors="backslashreplace"))
         self._say_table_line(row)
-        self._notify("metrics", row, rollouts, batch)
+        self.notify("metrics", row, rollouts, batch)
 
     def _say_table_line(self, row):
         """Prints a step's line of the table, and the titles above every 20th."""
@@ -118,9 +115,7 @@ class Log:
         self.n_lines += 1
         self.say(line)
 
-    def rollouts(
-        self, name: str, outputs: list[AgentLoopOutput], errors: list[dict], batch=None
-    ):
+    def rollouts(self, name: str, outputs: list[AgentLoopOutput], errors: list[dict], batch=None):
         """Writes rollouts/<name>.jsonl: a line for each output of the groups that --dump_rollouts
         keeps, and one for each failure.
 
@@ -128,8 +123,7 @@ class Log:
         have the same, else a list. Of images only the number is written."""
         advantages = {}  # by id: an output has no key of its own
         if batch:
-            for output, of_tokens in zip(batch.outputs, batch["advantages"].tolist(), strict=True):
-                advantages[id(output)] = _of_sampled(output, of_tokens)
+            advantages = dict(zip(map(id, batch.outputs), batch["advantages"].tolist()))
         lines = []
         for output in outputs:
             prompt = output.extra["prompt"]
@@ -138,7 +132,7 @@ class Log:
                 continue
             line = {"index": output.extra.get("index"), "total_reward": total_reward(output)}
             line |= vars(output) | {"images": len(output.images)}
-            line["advantages"] = advantages.get(id(output))
+            line["advantages"] = _of_sampled(output, advantages.get(id(output)))
             for key in ("prompt_ids", *RESPONSE_LISTS):  # thousands of numbers: they come last
                 line[key] = [*line.pop(key)]
             lines.append(line)
@@ -152,15 +146,10 @@ class Log:
             tqdm.write(text)
 
     def warn(self, text: str):
-        """Prints a warning."""
         self.say(f"warning: {text}")
 
-    def close(self):
-        """Tells the listeners that the run ends."""
-        self._notify("close")
-
-    def _notify(self, event: str, *what):
-        """Calls a method of all listeners."""
+    def notify(self, event: str, *what):
+        """Calls a method of all listeners: "start", "metrics" or "close"."""
         for listener in self.listeners:
             try:
                 getattr(listener, event)(*what)
@@ -175,10 +164,12 @@ class SilentLog:
         return lambda *args: None
 
 
-def _of_sampled(output: AgentLoopOutput, values: list[float]) -> float | list[float] | None:
+def _of_sampled(output: AgentLoopOutput, values: list[float] | None):
     """Returns the values of an output's sampled tokens: one number if all are equal.
 
-    values: of all tokens, perhaps with padding after them."""
+    values: of all tokens, perhaps with padding after them. Without them the result is None."""
+    if values is None:
+        return None
     sampled = [round(x, 4) for x, bit in zip(values, output.response_mask) if bit]
     return sampled[0] if len(set(sampled)) == 1 else sampled
 
@@ -203,10 +194,7 @@ def steps_to_replay(args) -> int:
     n_steps = 0
     while n_steps < args.num_steps and replay_file(args, n_steps).is_file():
         n_steps += 1
-    need(
-        n_steps > 0,
-        f"--replay: no {replay_file(args, 0)} (with --dump_rollouts a step may have none)",
-    )
+    need(n_steps > 0, f"--replay: there is no {replay_file(args, 0)}")
     return n_steps
 
 
@@ -230,10 +218,8 @@ def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], l
             _check_replayed(output, vocab_size)
             output.extra.pop("told_prompt_ids", None)  # hints are not replayed
             outputs.append(output)
-    need(
-        any("filtered" not in output.extra for output in outputs),
-        f"--replay: {file} has no output to learn from",
-    )
+    has_some = any("filtered" not in output.extra for output in outputs)
+    need(has_some, f"--replay: {file} has no output to learn from")
     return outputs, errors
 
 

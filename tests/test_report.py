@@ -136,7 +136,7 @@ def test_a_run_writes_its_page_after_an_evaluation_and_at_its_end(tmp_path):
     log.metrics({"step": 0, "eval/reward": 0.5})
     log.metrics({"step": 1})
     assert embedded(page)[0]["columns"]["step"] == [0]
-    log.close()
+    log.notify("close")
     assert embedded(page)[0]["columns"]["step"] == [0, 1]
 
 
