@@ -978,9 +978,9 @@ def setup(args: Args) -> Run:
 
 
 def listeners(log: Log) -> list[Listener]:
-    """Returns those of LISTENERS that are in flatrl/. Raises BadInput if W&B can't be used."""
+    """Returns those of LISTENERS that are in flatrl/. Raises BadInput if --tracker can't be used."""
     can_track = importlib.util.find_spec("flatrl.trackers")
-    need(can_track or not log.args.wandb_project, "--wandb_project needs flatrl/trackers.py")
+    need(can_track or not log.args.tracker, "--tracker needs flatrl/trackers.py")
     found = []
     for module, name in LISTENERS.items():
         if importlib.util.find_spec(f"flatrl.{module}"):

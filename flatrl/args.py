@@ -62,6 +62,8 @@ OTHER_NAMES = {
     "max_steps": "num_steps",
     "model_name_or_path": "model",
     "beta": "kl_coef",
+    "wandb_project": "tracker",
+    "report_to": "tracker",
 }
 # The settings of LoopArgs that have a flag of their own. --agent_args sets the others.
 LOOP_FLAGS = [
@@ -234,8 +236,10 @@ class Args(LoopArgs):
     resume: Literal[False, True, "changed"] = flag(
         False, "continue from the latest checkpoint in output_dir, if there is one; changed: "
         "although the training rows differ from those of the run")
-    wandb_project: str | None = flag(
-        None, "log to Weights & Biases (WANDB_MODE=offline works)")
+    tracker: str | None = flag(
+        None, "log to this tracker, too (WANDB_MODE=offline needs no account)",
+        ("wandb", "trackio", "tensorboard"))
+    project: str = flag("flatrl", "the run's project at wandb or trackio")
 
     agent_args: str = flag(
         "{}", f"more settings of agent loops, as JSON: {', '.join(LOOP_SETTINGS)}",

@@ -1,57 +1,64 @@
-"""Logs a run to Weights & Biases. Another tracker is another Listener, named in train.LISTENERS."""
+"""Logs a run to a tracker, through accelerate. Another listener is named in train.LISTENERS."""
 
-from agent_loop import AgentLoopOutput, numeric_entries, total_reward
+import importlib
+from uuid import uuid4
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+from agent_loop import numeric_entries, total_reward
 from flatrl.bad_input import refusing
 from flatrl.log import Listener, Log
 
+COLUMNS = ["prompt", "sample", "reward", "turns", "stop_reason", "trajectory"]
 MAX_ROWS = 64  # outputs of a step in its table
-FAILED = "--wandb_project: Weights & Biases can't be used (WANDB_MODE=offline needs no account)"
 
 
 class Tracker(Listener):
-    """With --wandb_project, logs metrics, and a table of each step's first outputs.
+    """With --tracker, logs metrics, and at W&B also a table of each step's first outputs.
 
-    Raises BadInput if wandb is not installed, or can't log in or start a run."""
+    With --resume the earlier run continues there. Raises BadInput if the tracker is not installed,
+    or can't log in or start a run."""
 
     def __init__(self, log: Log):
         super().__init__(log)
-        self.run = None
-        project = log.args.wandb_project
-        if not project:
+        self.name = log.args.tracker
+        if not self.name:
             return
-        with refusing("--wandb_project needs: pip install wandb"):
-            import wandb
-        with refusing(FAILED):
-            wandb.login(verify=True)  # asks on a terminal, and does nothing if W&B is offline
-            self.run = wandb.init(project=project, dir=log.args.output_dir, config=log.about)
-        self.table = wandb.Table
+        with refusing(f"--tracker {self.name} needs: pip install {self.name}"):
+            package = importlib.import_module(self.name)
+        file = log.folder / "tracker_run"
+        if not (log.args.resume and file.is_file()):
+            file.write_text(uuid4().hex[:8])
+        run = file.read_text()
+        how = {"run_name": log.args.project, "name": f"{log.folder.name}-{run}"}
+        how |= {"config": log.about, "resume": "allow" if log.args.resume else "never"}
+        if self.name == "wandb":
+            how |= {"id": run, "dir": log.folder}
+        elif self.name == "tensorboard":
+            how = {"run_name": "tensorboard", "logging_dir": log.folder}
+            how["purge_step"] = log.steps_done + 1
+        with refusing(f"--tracker {self.name} can't be used (W&B: try WANDB_MODE=offline)"):
+            if self.name == "wandb":
+                package.login(verify=True)  # asks on a terminal, and does nothing if offline
+            self.tracker = LOGGER_TYPE_TO_CLASS[self.name](**how)
+            self.tracker.start()
 
     def metrics(self, row, rollouts=None, batch=None):
-        if not self.run:
+        if not self.name:
             return
-        logged = numeric_entries(row)
-        del logged["step"]
-        outputs = rollouts.outputs[:MAX_ROWS] if rollouts else []
-        rows = [_row(output, self.log.tokenizer) for output in outputs]
-        if rows:
-            cells = [[*row.values()] for row in rows]
-            logged["rollouts"] = self.table(columns=[*rows[0]], data=cells)
-        self.run.log(logged, step=row["step"])
+        values = {key: float(x) for key, x in numeric_entries(row).items() if key != "step"}
+        self.tracker.log(values, step=row["step"])
+        if rollouts and self.name == "wandb":
+            rows = [self.row(output) for output in rollouts.outputs[:MAX_ROWS]]
+            self.tracker.log_table("rollouts", COLUMNS, rows, step=row["step"])
+
+    def row(self, output) -> list:
+        """Returns an output's row of the table."""
+        place = [output.extra["prompt"], output.extra["sample"]]
+        text = self.log.tokenizer.decode(output.prompt_ids + output.response_ids)
+        return [*place, total_reward(output), output.num_turns, output.stop_reason, text]
 
     def close(self):
-        """Sends what is left, and ends the run at Weights & Biases."""
-        if self.run:
-            self.run.finish()
-
-
-def _row(output: AgentLoopOutput, tokenizer) -> dict:
-    """Returns an output's row of the table."""
-    return {
-        "prompt": output.extra["prompt"],
-        "sample": output.extra["sample"],
-        "index": str(output.extra.get("index")),
-        "reward": total_reward(output),
-        "turns": output.num_turns,
-        "stop_reason": output.stop_reason,
-        "trajectory": tokenizer.decode(output.prompt_ids + output.response_ids),
-    }
+        """Sends what is left, and ends the run at the tracker."""
+        if self.name:
+            self.tracker.finish()

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate import PartialState
 from test_data import make_output
 
 from flatrl.notices import Notices
@@ -19,7 +20,8 @@ NETWORK = SimpleNamespace(model=SimpleNamespace(num_parameters=lambda: 9900), is
 @pytest.fixture
 def log(tmp_path, process_group):
     """What a listener uses of a Log."""
-    args = Args(model="m", task="t.py", output_dir="there", lr=0.5, dtype="float32")
+    PartialState(cpu=True)
+    args = Args(model="m", task="t.py", lr=0.5, dtype="float32")
     log = SimpleNamespace(args=args, folder=tmp_path, said=[], steps_done=0, about={"args": 1})
     log.tokenizer = SimpleNamespace(decode=str)
     log.say = log.said.append
@@ -91,22 +93,29 @@ def test_rollouts_that_failed_are_counted(log):
     assert of_eval.startswith("warning: 73 of 100 rollouts of the evaluation at step 2 failed")
 
 
-def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
+def test_wandb_gets_numbers_and_a_table_of_trajectories_and_a_resumed_run_goes_on(log, monkeypatch):
     package = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", package)
-    Tracker(log).metrics({"step": 0})  # without --wandb_project
+    Tracker(log).metrics({"step": 0})  # without --tracker
     assert not package.mock_calls
-    log.args.wandb_project = "p"
+    log.args.tracker = "wandb"
     tracker = Tracker(log)
     outputs = sampled(70, reward={"score": 0.5}, turn_rewards=[(0, 0.25)], num_turns=2)
     metrics = {"step": 1, "reward/mean": 0.5, "timing/idle_s": [1.0]}
     tracker.metrics(metrics, SimpleNamespace(outputs=outputs))
     tracker.close()
-    package.init.assert_called_once_with(project="p", config={"args": 1}, dir="there")
-    logged = {"reward/mean": 0.5, "rollouts": package.Table.return_value}
-    package.init.return_value.log.assert_called_once_with(logged, step=1)
+    logged = [call.args[0] for call in package.init.return_value.log.call_args_list]
+    assert logged == [{"reward/mean": 0.5}, {"rollouts": package.Table.return_value}]
+    assert package.init.return_value.log.call_args.kwargs == {"step": 1}
     package.init.return_value.finish.assert_called_once()
     table = package.Table.call_args.kwargs
     fourth = dict(zip(table["columns"], table["data"][3], strict=True))
     assert len(table["data"]) == 64 and fourth["prompt"] == 3
     assert fourth["reward"] == 0.75 and fourth["trajectory"] == "[1, 100, 101]"
+
+    log.args.resume = True
+    Tracker(log)
+    first, resumed = [call.kwargs for call in package.init.call_args_list]
+    assert first["name"] == f"{log.folder.name}-{first['id']}"
+    assert (first["resume"], first["config"]) == ("never", {"args": 1})
+    assert resumed == first | {"resume": "allow"}
