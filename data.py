@@ -53,13 +53,7 @@ from flatrl.launch import Bar
 from flatrl.metrics import grouped, parts_of_units
 from flatrl.processes import on_main
 from flatrl.routes import decode_routes
-from flatrl.rows import (
-    as_text,
-    check_demonstration,
-    check_row,
-    check_tokenizer,
-    tool_schemas,
-)
+from flatrl.rows import as_text, check_demonstration, check_row, check_tokenizer, tool_schemas
 from flatrl.tables import Rows, prompt_order, read_files, rows_of  # noqa: F401 (re-exported)
 from flatrl.units import Outputs, last_outputs, unit_of
 from flatrl.vision import expand, load_images, same_images
@@ -107,17 +101,15 @@ def load_rows(
 ) -> Sequence[dict]:
     """Returns the rows of a split ("train" or "val"), checked and normalised to verl's columns.
 
-    files: read instead of calling the task's `load`. Their rows stay on disk: the result is Rows,
-    and a row is checked when it is accessed.
-    prompt_key: the column with the prompt: a chat, or a text, which becomes a user message.
+    files: read instead of calling the task's `load`. Their rows stay on disk, and each is checked
+    when it is accessed.
+    prompt_key: the column with the prompt: a chat, or a text, which becomes a user message. The
+        task's SYSTEM_PROMPT is inserted if there is no system message.
     image_key: the column with the prompt's images, which becomes `images`. The prompt needs a
         placeholder for each: a part {"type": "image"} of a message's content, or "<image>" in
         its text.
 
-    The task's SYSTEM_PROMPT is inserted before every prompt without a system message.
-
-    Raises BadInput if there are no training rows, or if a row is not as said here. Without
-    validation rows nothing is evaluated."""
+    Raises BadInput if there are no training rows, or if a row is not as said here."""
     source = ", ".join(files) if files else f"load({split!r})"
     with refusing(f"{source} does not give a list of rows", getattr(task, "__file__", "")):
         if files:
@@ -131,7 +123,6 @@ def load_rows(
     system_prompt = getattr(task, "SYSTEM_PROMPT", None)
 
     def checked(number: int) -> dict:
-        """Returns row `number`, checked and with the system prompt."""
         name = f"row {number} of {source}"
         row = check_row(rows[number], prompt_key, number, name, image_key)
         prompt = row["prompt"]
@@ -157,11 +148,10 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     """Checks rows and tokenizer, and returns the rows whose prompts are not too long.
 
     The limit is args.max_prompt_tokens tokens of the rendered prompt. With prompt_truncate_side, a
-    key of --agent_args, longer prompts are shortened in place first. `_checked_length`,
-    `check_tokenizer` and, if args play demonstrations, `check_demonstration` list what is checked.
-    The main rank does it for all.
+    key of --agent_args, longer prompts are shortened in place first. The main rank does it for all.
 
-    Raises BadInput if a check fails, or if no prompt is short enough."""
+    Raises BadInput if no prompt is short enough, and as `_checked_length`, `check_tokenizer` and,
+    if args play demonstrations, `check_demonstration` do."""
     if not rows:
         return rows
     chat_tokenizer = with_template_variables(tokenizer, args.chat_template_args)
@@ -170,11 +160,11 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     def length_of(row: dict) -> int:
         return _checked_length(row, chat_tokenizer, task, args, processor)
 
-    if args.prompt_truncate_side != "none":
+    side = args.prompt_truncate_side
+    if side != "none":
         given = rows
 
         def shortened(number: int) -> dict:
-            side = args.prompt_truncate_side
             return _shorten_prompt(given[number], limit, length_of, chat_tokenizer, side)
 
         rows = Rows(shortened, range(len(given)))
@@ -182,7 +172,8 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     def check_all() -> np.ndarray:
         lengths = [length_of(row) for row in Bar(rows, "prompts")]
         check_tokenizer(tokenizer, chat_tokenizer, rows[0], task, args)
-        if args.num_steps and args.imitation_steps != 0:  # None: demonstrations in all steps
+        # None: in all steps. Evaluations, which set it to 0, play none.
+        if args.num_steps and args.imitation_steps != 0:
             check_demonstration(rows, chat_tokenizer, args)
         return np.array(lengths)
 
@@ -215,11 +206,8 @@ def _shorten_prompt(row: dict, limit: int, length_of: Callable, tokenizer, side:
         else:
             texts += [(part, "text") for part in content or () if "text" in part]
 
-    def n_characters(text):
-        holder, key = text
-        return len(holder[key])
-
-    for holder, key in sorted(texts, key=n_characters, reverse=True):
+    texts.sort(key=lambda text: len(text[0][text[1]]), reverse=True)
+    for holder, key in texts:
         excess = length_of(row) - limit
         n_kept = n_tokens(holder[key]) - excess - n_tokens("...")
         if excess > 0 and n_kept > 0:
@@ -291,8 +279,7 @@ def stable_hash(*parts) -> int:
     """Returns an integer in [0, 2^63) that depends on the reprs of the parts alone.
 
     All ranks and a resumed run get the same one, unlike Python's `hash`, which is salted."""
-    text = repr(parts).encode()
-    digest = hashlib.blake2b(text, digest_size=8).digest()
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
@@ -319,15 +306,12 @@ def by_unit(outputs: Outputs) -> Units:
     for unit, output in zip(index, outputs):
         response_lengths[unit] += len(output.response_ids)
         turn_rewards[unit] += sum(reward for _, reward in output.turn_rewards)
-    outcomes = [outcome(output) for output in last]
-    groups = [_group_label(output) for output in last]
-    prompts = [output.extra["prompt"] for output in last]
     return Units(
         # An explicit dtype, because user code may have changed torch's default.
-        outcomes=torch.tensor(outcomes, dtype=torch.float32),
+        outcomes=torch.tensor([outcome(output) for output in last], dtype=torch.float32),
         turn_rewards=torch.tensor(turn_rewards, dtype=torch.float32),
-        groups=torch.tensor(groups),
-        prompts=torch.tensor(prompts),
+        groups=torch.tensor([_group_label(output) for output in last]),
+        prompts=torch.tensor([output.extra["prompt"] for output in last]),
         response_lengths=torch.tensor(response_lengths),
         names=[output.unit for output in last],
         unit_of_row=torch.tensor(index),
@@ -470,10 +454,8 @@ def select_rows(tensors: dict, rows: Sequence[int]) -> dict:
     """Returns these rows of all tensors, without columns that are only padding.
 
     tensors: a dict like that of `collate`."""
-    lengths = tensors["lengths"][rows].tolist()
-    response_lengths = tensors["response_lengths"][rows].tolist()
-    longest_sequence = max(lengths, default=0)
-    longest_response = max(response_lengths, default=0)
+    longest_sequence = max(tensors["lengths"][rows].tolist(), default=0)
+    longest_response = max(tensors["response_lengths"][rows].tolist(), default=0)
     selected = {}
     for name, column in tensors.items():
         if isinstance(column, dict):
@@ -504,9 +486,8 @@ class EndToEnd:
         0      0 1 1 0 1 0 1 1
         1      0 1 1 0 0 0 0 0
 
-    One empty place precedes each turn, so that turns stay separate runs of 1s. An output that
-    continues its unit's previous output in the middle of a turn extends that turn, without one:
-    above, output 1 would then have the places 5 6.
+    One empty place precedes each turn, so that turns stay separate runs of 1s. If output 1 went on
+    in the middle of output 0's last turn, none would precede it, and its places would be 5 6.
 
     mask: (N, S) 1 at the places of tokens, 0 at empty ones. This is the estimators' mask.
     sampled: (B, T) True where a token was sampled, and so has a place.
@@ -534,7 +515,7 @@ class EndToEnd:
     def _starts(self, batch: Batch, widths: list[int]) -> Tensor:
         """Returns the place at which each output begins in its unit, (B, 1).
 
-        widths: the number of places of each output."""
+        widths: the number of places of each output. Above: 5 3 3, so that it begins at 0 5 0."""
         starts = []
         ends = [0] * self.n_units
         previous = {}  # unit -> its previous output
@@ -542,8 +523,7 @@ class EndToEnd:
         for unit, output, width in zip(units, batch.outputs, widths):
             start = ends[unit]
             if unit in previous and _continues(output, previous[unit]):
-                # The empty place of its first token is then the last place of the previous output.
-                start -= 1
+                start -= 1  # its empty place is that of the previous output's last token
             starts.append(start)
             ends[unit] = start + width
             previous[unit] = output
@@ -566,11 +546,8 @@ class EndToEnd:
 
 def _continues(output: AgentLoopOutput, previous: AgentLoopOutput) -> bool:
     """Returns whether an output goes on exactly where a previous one was cut in a turn."""
-    ends_in_turn = any(previous.response_mask[-1:])
-    begins_in_turn = any(output.response_mask[:1])
-    if not (ends_in_turn and begins_in_turn):
-        return False
-    return output.prompt_ids == previous.prompt_ids + previous.response_ids
+    is_in_turn = any(previous.response_mask[-1:]) and any(output.response_mask[:1])
+    return is_in_turn and output.prompt_ids == previous.prompt_ids + previous.response_ids
 
 
 def place_rewards(batch: Batch, terminal: N) -> NS:
@@ -625,11 +602,10 @@ def reward_parts(outputs: Outputs) -> dict[str, N]:
 
     NaN where a unit's reward has none of that name, or is no dict."""
     parts = parts_of_units(outputs)
-    columns = {}
-    for name in sorted(set().union(*parts)):
-        numbers = [part.get(name, math.nan) for part in parts]
-        columns[name] = torch.tensor(numbers, dtype=torch.float32)
-    return columns
+    return {
+        name: torch.tensor([part.get(name, math.nan) for part in parts], dtype=torch.float32)
+        for name in sorted(set().union(*parts))
+    }
 
 
 def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
@@ -703,26 +679,15 @@ def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]
                 yield torch.isin(prompts, part).nonzero().flatten().tolist()
 
 
-def columns_of(
-    batch: dict,
-    micro: "MicroBatch",
-    names: Sequence[str],
-    device,
-) -> dict:
+def columns_of(batch: dict, micro: "MicroBatch", names: Sequence[str], device) -> dict:
     """Returns the named tensors of a micro-batch's rows, (b, T), on a device; 0 for a filler."""
-    columns = {name: batch[name][micro.rows] for name in names}
-    columns = to_device(columns, device)
+    columns = to_device({name: batch[name][micro.rows] for name in names}, device)
     if micro.is_filler:
-        for column in columns.values():
-            column.zero_()
+        columns = {name: torch.zeros_like(column) for name, column in columns.items()}
     return columns
 
 
-def count_globally(
-    batch: dict,
-    rows: list[int],
-    names: Sequence[str],
-) -> dict[str, float]:
+def count_globally(batch: dict, rows: list[int], names: Sequence[str]) -> dict[str, float]:
     """Returns the counts of a mini-batch over all ranks: tokens, units and imitation_tokens.
 
     The last is 0 unless "imitation_mask" is among the names. rows: those of the whole mini-batch,
@@ -746,7 +711,6 @@ def count_globally(
 class MicroBatch:
     """Rows of a batch in prefix order: those that go through the network together.
 
-    (`whole` in the functions below has the same form: all the rows that are to be divided.)
     Rows with a common prefix are neighbours: the members of a group begin with their prompt, the
     forks of a rollout with its history. Each row then adds only the tokens that it does not share
     with the row before it:
@@ -820,13 +784,10 @@ def balance(lengths: list[int], n: int) -> list[list[int]]:
 
 @dataclass
 class Part:
-    """Some rows of `whole`, a MicroBatch of all rows that have to be divided.
-
-    n_tokens bounds the tokens that go through the network for them. Parts may share a prefix,
-    which counts in each of them."""
+    """Some rows of `whole`, a MicroBatch of all rows that are to be divided."""
 
     positions: list[int]  # in `whole`
-    n_tokens: int
+    n_tokens: int  # at most so many go through the network for them
 
 
 def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
@@ -907,10 +868,9 @@ def micro_batches_of_this_rank(
     with fewer gets fillers."""
     n_ranks = dist.get_world_size()
     whole = in_prefix_order(batch, rows)
-    fill = _fill_packed
+    fill = _fill_packed if is_packed else _fill_padded
     if not is_packed:
-        fill = _fill_padded
-        whole.shared = [0] * len(whole.rows)  # padded rows share nothing
+        whole.shared = [0] * len(whole.rows)
     parts = _equal_parts(whole, max_tokens, n_ranks, fill)
     shares = balance([part.n_tokens for part in parts], n_ranks)
     # The largest first: the smaller ones fit into the memory that it leaves.
@@ -924,12 +884,7 @@ def micro_batches_of_this_rank(
     return micros + [filler] * n_missing
 
 
-def _equal_parts(
-    whole: MicroBatch,
-    max_tokens: int,
-    n_ranks: int,
-    fill: Callable,
-) -> list[Part]:
+def _equal_parts(whole: MicroBatch, max_tokens: int, n_ranks: int, fill: Callable) -> list[Part]:
     """Divides rows into parts of about equal size: the micro-batches of all ranks.
 
     fill(whole, budget) divides them into parts of at most `budget` tokens, which is at least the
