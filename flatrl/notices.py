@@ -10,7 +10,6 @@ from agent_loop import AgentLoopOutput, total_reward
 from flatrl.files import logged
 from flatrl.log import Listener, Log
 
-LIMITS = "--max_response_tokens, --max_assistant_turns"
 NO_GRADIENT = (
     "its gradient is 0. The teacher is the policy itself and was told nothing, or "
     "--rollout_correction or the clip leaves no token"
@@ -33,17 +32,14 @@ class Notices(Listener):
             remark = f" ({n_dropped} overlong ones dropped)" if n_dropped else ""
             counts.append(f"{len(rows[split])} {name} rows{remark}")
 
-        n_parameters = policy.model.num_parameters()
-        n_trained = policy.model.num_parameters(only_trainable=True)
-        lora = f", {n_trained / 1e6:.2f}M of them trained" if args.lora_rank else ""
+        size = f"{policy.model.num_parameters() / 1e6:.2f}M parameters"
+        if args.lora_rank:
+            n_trained = policy.model.num_parameters(only_trainable=True)
+            size += f", {n_trained / 1e6:.2f}M of them trained"
         devices = f"{dist.get_world_size()} x {device.type}"
         packing = "" if policy.is_packed else ", right-padded: its layers take no packed sequences"
-
         self.log.say(f"{args.task}: {', '.join(counts)}")
-        self.log.say(
-            f"{args.model}: {n_parameters / 1e6:.2f}M parameters{lora}, {args.dtype}, {devices}"
-            f"{packing}"
-        )
+        self.log.say(f"{args.model}: {size}, {args.dtype}, {devices}{packing}")
         self.log.say(f"{plan(args, self.log.steps_done)}; writing {args.output_dir}")
 
     def metrics(self, row, rollouts=None, batch=None):
@@ -65,26 +61,22 @@ class Notices(Listener):
     def close(self):
         """Prints how the rewards changed, and how to go on."""
         folder = self.log.folder
-        changes = []
-        for title, name in ("reward", "reward/mean"), ("evaluation", "eval/reward"):
-            values = logged(folder, name)
-            if values:
-                changes.append(f"{title} {change(values)}")
-        if changes:
-            self.log.say("; ".join(changes))
-
-        page = folder / "report.html"
-        final = folder / "final"
+        curves = {
+            "reward": logged(folder, "reward/mean"),
+            "evaluation": logged(folder, "eval/reward"),
+        }
+        changes = [f"{title} {change(values)}" for title, values in curves.items() if values]
         ways = []
-        if page.is_file():
-            ways.append(f"report: {page}")
-        if final.is_dir():
-            more = ["--num_steps", "0", "--model", f"{final}", "--output_dir", f"{folder}-eval"]
-            ways.append(f"evaluate: accelerate launch {shlex.join([*sys.argv, *more])}")
+        if (folder / "report.html").is_file():
+            ways.append(f"report: {folder / 'report.html'}")
+        if (folder / "final").is_dir():
+            more = ["--num_steps", "0", "--model", f"{folder / 'final'}", "--output_dir"]
+            command = shlex.join([*sys.argv, *more, f"{folder}-eval"])
+            ways.append(f"evaluate: accelerate launch {command}")
         elif any(folder.glob("checkpoints/step_*")):
             ways.append("continue: the same command with --resume")
-        if ways:
-            self.log.say("; ".join(ways))
+        for line in filter(None, ("; ".join(changes), "; ".join(ways))):
+            self.log.say(line)
 
 
 def plan(args, steps_done: int) -> str:
@@ -109,19 +101,15 @@ def plan(args, steps_done: int) -> str:
 
 def failures(row: dict) -> list[str]:
     """Returns a line for the rollouts that no mean of a step counts, and one for its evaluation."""
-    step = row["step"]
+    n_failed = row.get("rollout/failed_agent_loop", 0) + row.get("rollout/failed_reward", 0)
+    n_counted = row.get("rollout/trajectories", 0) + row.get("rollout/demonstrations", 0)
+    of_eval = row.get("eval/failed", 0), row.get("eval/trajectories", 0)
+    places = {"step": (n_failed, n_counted), "the evaluation at step": of_eval}
     lines = []
-    n = row.get("rollout/failed_agent_loop", 0) + row.get("rollout/failed_reward", 0)
-    if n:
-        n_all = n + row.get("rollout/trajectories", 0) + row.get("rollout/demonstrations", 0)
-        lines.append(f"{n} of {n_all:.0f} rollouts of step {step} failed: its means leave them out")
-    n = row.get("eval/failed", 0)
-    if n:
-        n_all = n + row["eval/trajectories"]
-        lines.append(
-            f"{n} of {n_all} rollouts of the evaluation at step {step} failed or were skipped: its "
-            "mean leaves them out"
-        )
+    for place, (n, n_others) in places.items():
+        if n:
+            failed = f"{n} of {n + n_others:.0f} rollouts of {place} {row['step']} failed"
+            lines.append(f"{failed}: its means leave them out")
     return lines
 
 
@@ -134,12 +122,11 @@ def why_nothing(outputs: list[AgentLoopOutput]) -> str:
         reasons.append(f"{sum(map(bool, calls))} of {n} called a tool")
     n_cut_off = sum(output.truncated for output in outputs)
     if n_cut_off:
-        reasons.append(f"{n_cut_off / n:.0%} were cut off by a limit ({LIMITS})")
+        limits = "--max_response_tokens, --max_assistant_turns"
+        reasons.append(f"{n_cut_off / n:.0%} were cut off by a limit ({limits})")
     rewards = set(map(total_reward, outputs))
-    if len(rewards) == 1:
-        reasons.append(f"all rewards are {min(rewards):g}")
-    else:
-        reasons.append("all groups have equal rewards")
+    alike = f"all rewards are {min(rewards):g}"
+    reasons.append(alike if len(rewards) == 1 else "all groups have equal rewards")
     return f"{', '.join(reasons)} (docs/running.md#when-something-is-off)"
 
 

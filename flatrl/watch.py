@@ -25,29 +25,28 @@ class Watch(Listener):
         if not batch:
             return
         self.kls.append(row.get("rollout/kl", 0.0))
-        problems = self.check_policy(row) | self.check_outputs(rollouts.trained)
-        for name, problem in problems.items():
-            if name not in self.named:
-                self.named.add(name)
-                self.log.warn(f"step {row['step']}: {problem} ({name}: docs/running.md#warnings)")
+        problems = self.of_policy(row) | self.of_outputs(rollouts.trained)
+        for name in [name for name in problems if name not in self.named]:
+            where = f"({name}: docs/running.md#warnings)"
+            self.log.warn(f"step {row['step']}: {problems[name]} {where}")
+        self.named |= problems.keys()
 
-    def check_policy(self, row: dict) -> dict[str, str]:
+    def of_policy(self, row: dict) -> dict[str, str]:
         """Returns the problems of a step's metrics, by name."""
         problems = {}
         if row.get("actor/entropy", 1.0) < MIN_ENTROPY:
             problems["entropy"] = (
-                "the entropy is nearly 0: every rollout of a prompt will be the same; look at "
-                "--lr, --clip_high and --entropy_coef"
+                "the entropy is nearly 0, and rollouts of a prompt will be equal: see --lr, "
+                "--clip_high and --entropy_coef"
             )
         if len(self.kls) == FAR_STEPS and min(self.kls) > MAX_ROLLOUT_KL:
             problems["rollout/kl"] = (
                 f"rollout/kl is {self.kls[-1]:.2g} a token, and has been above {MAX_ROLLOUT_KL} "
-                f"for {FAR_STEPS} steps: the policy learns from samples of a distant one, and may "
-                "collapse; lower --lr or --max_staleness"
+                f"for {FAR_STEPS} steps: the policy may collapse; lower --lr or --max_staleness"
             )
         return problems
 
-    def check_outputs(self, outputs: list) -> dict[str, str]:
+    def of_outputs(self, outputs: list) -> dict[str, str]:
         """Returns the problems of the outputs that a step trained, by name."""
         problems = {}
         best = max(map(total_reward, outputs))
