@@ -4,18 +4,21 @@ Gates decide what an agent loop does when: never time."""
 
 import asyncio
 import dataclasses
+import json
+import random
 import signal
 
 import pytest
 import torch
-from conftest import HANGS, TINY, lines, metrics_of, rollouts_of, started, wait_for
+from conftest import HANGS, TINY, lines, metrics_of, rollouts_of, run, started, wait_for
 from conftest import make_run as stage
 from test_algos import output as output_with
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
 
 import data
+import train
 from agent_loop import AgentLoopBase, AgentLoopOutput, register
-from flatrl.metrics import batch_metrics
+from flatrl.metrics import Clock, batch_metrics
 from rollout import Rollouts, rollout, training_pool, wait_for_rewards
 from train import Args
 
@@ -294,6 +297,41 @@ def test_what_is_under_way_settles_for_an_evaluation(make_run):
     assert versions(rollouts) == [(0, 1), (0, 1), (1, 1), (1, 1)]
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_rows_are_the_samplers_and_rewards_reach_it(make_run, staleness):
+    told = []
+
+    def choose(history) -> int:
+        return random.Random(json.dumps(history)).randrange(7)
+
+    def sampler(history):
+        told.append(json.loads(json.dumps(history)))
+        row = choose(history)
+        history.clear()  # it is a copy
+        return row
+
+    task = Task()
+    task.sampler = sampler
+    run = make_run(task, max_staleness=staleness)
+    vars(run.run).update(history=[], clock=Clock(), done=0)
+    rows = []
+    for step in range(4):
+        rollouts = run.step(step)
+        places = [output.extra for output in rollouts.outputs]
+        rows += [(extra["prompt"], extra["index"]) for extra in places if extra["sample"] == 0]
+        train.add_rewards(run.run, rollouts, data.make_batch(rollouts.trained))
+        run.run.done += 1
+    history = run.run.history
+    # One call for each prompt, in order, with all before it. The entry begins with its answer.
+    assert [len(before) for before in told] == list(range(len(history)))
+    assert [entry[0] for entry in history] == [choose(before) for before in told]
+    assert sorted(rows) == [(prompt, history[prompt][0]) for prompt in range(8)]
+    # The rewards of both members (their row's number) came by the next choice.
+    ahead = 2 * staleness  # prompts a step, drawn so many steps before they are needed
+    assert [rewards for _, _, *rewards in history[:8]] == [[row, row] for row, *_ in history[:8]]
+    assert len(history) == 8 + ahead and told[2 + ahead][:2] == history[:2]
+
+
 def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     outputs = [output_with(4, 0, "1101", 1.0), output_with(7, 0, "1001", 1.0)]
     outputs[0].response_versions = [3, 3, -1, 5]
@@ -360,3 +398,21 @@ def test_two_ranks_killed_resumed_and_interrupted(tmp_path):
         oldest = [min(v for v in r["response_versions"] if v >= 0) for r in rollouts]
         assert rows[step]["rollout/staleness_max"] == step - 1 - min(oldest) <= 1
         assert rows[step]["rollout/logp_diff_max"] < 1e-3
+
+
+def test_a_run_on_a_team_gives_the_numbers_of_a_run_alone(train_here, tiny_model, tmp_path):
+    """Two ranks that share an engine (--tp). See test_sharding.py, too."""
+    team, alone = tmp_path / "team", tmp_path / "alone"
+    flags = [*TINY, "--algo", "ppo", "--max_staleness", "1", "--eval_every", "2"]
+    flags += ["--model", tiny_model, "--output_dir"]
+    run(*flags, team, "--num_steps", "3", "--tp", "2", "--shard", by="torchrun")
+    train_here(*flags, alone, "--num_steps", "1")
+    rows, others = metrics_of(team, timings=True), metrics_of(alone)
+    assert rows[0]["eval/reward"] == pytest.approx(others[0]["eval/reward"], rel=1e-3)
+    names = ["reward/mean", "response_length/mean", "actor/grad_norm", "critic/vf_loss"]
+    for name in names:
+        assert rows[1][name] == pytest.approx(others[1][name], rel=1e-3), name
+    for row in rows[1:]:  # one engine, however many ranks share it
+        assert row["rollout/staleness_max"] <= 1 and row["rollout/trajectories"] == 16
+        assert row["rollout/logp_diff_max"] < 1e-3
+        assert len(row["timing/idle_s"]) == 1 and 0 <= row["throughput/idle_share"] <= 1

@@ -283,3 +283,19 @@ def test_two_searches_find_the_answer_and_one_does_not(tokenizer, monkeypatch):
     (output,) = play(task, tokenizer, row, *lines)
     assert said_by(output, "user")[1:] == [f"{name} {verb} {thing}.", found]
     assert output.reward == 1.0
+
+
+def test_the_curriculum_prefers_groups_that_disagree_and_comes_back_to_the_others():
+    task = load("curriculum")
+    history = []
+    for step in range(180):
+        start = len(history)
+        for _ in range(8):
+            history.append([task.sampler(history), step])
+        chosen = [entry[0] for entry in history[start:]]
+        assert len(set(chosen)) == 8  # none while it is under way
+        for entry in history[start:]:
+            entry += [0.0, 0.0] if entry[0] % 16 else [0.0, 1.0]
+    assert len({row for row, *_ in history}) == 512  # each is tried
+    late = [row % 16 == 0 for row, *_ in history[-200:]]
+    assert 0.8 < sum(late) / 200 < 1

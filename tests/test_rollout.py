@@ -91,12 +91,17 @@ def test_a_bad_request_fails_alone(engine, background, tiny_model):
 
 @register("test_two_turns")
 class TwoTurns(AgentLoopBase):
-    """Samples two turns of at most six tokens, with three given tokens between them."""
+    """Samples two turns of at most six tokens, with three given tokens between them.
+
+    row["extra"] says what else it does, if it is a list, what each member does."""
 
     async def run(self, sampling_params, **row):
-        if row["extra"] == "raise":
+        extra = row["extra"]
+        if isinstance(extra, list):
+            extra = extra[row["rollout_n"]]
+        if extra == "raise":
             raise KeyError("the agent loop broke")
-        if row["extra"] == "skip":
+        if extra == "skip":
             return []
         sampling_params["max_tokens"] = 6
         trajectory = self.start(row)
@@ -104,14 +109,19 @@ class TwoTurns(AgentLoopBase):
         trajectory.add_given([5, 6, 7])
         await self.assistant_turn(trajectory, sampling_params)
         trajectory.stop_reason = "stop"
-        if row["extra"] == "list":
+        output = trajectory.output()
+        if extra == "own":
+            output.reward = 0.5
+        if extra == "list":
             first = self.start(row)
             first.add_given([5])
-            return [first.output(), trajectory.output()]
-        return trajectory.output()
+            return [first.output(), output]
+        if extra == "sides":
+            return [dataclasses.replace(output, unit=unit) for unit in "aba"]
+        return output
 
 
-def make_rows(*kinds: str, agent: str = "test_two_turns") -> list[dict]:
+def make_rows(*kinds, agent: str = "test_two_turns") -> list[dict]:
     prompt = [{"role": "user", "content": "What is 12+34?"}]
     return [
         {"prompt": prompt, "agent_name": agent, "extra": kind, "index": i}
@@ -235,10 +245,8 @@ class Odd(TwoTurns):
 
     async def run(self, sampling_params, **row):
         row["prompt"].append({"role": "assistant", "content": "mine"})
-        output = await super().run(sampling_params, **row)
-        output.reward = 0.5 if row["extra"] == "own" else None
         ENGINES.append(self.engine)
-        return output
+        return await super().run(sampling_params, **row)
 
 
 def test_a_reward_that_can_not_be_used_costs_its_rollout(play):
@@ -281,10 +289,19 @@ def test_a_greedy_baseline_is_one_more_member_of_each_group(pool_of, engine, arg
     assert rollouts.metrics(engine)["rollout/trajectories"] == 6
 
 
-def test_a_reward_that_returns_no_number_ends_the_run(play):
+def judged_by(judge) -> types.SimpleNamespace:
+    return types.SimpleNamespace(group_reward=judge)
+
+
+@pytest.mark.parametrize("task, error, said", [
+    (lambda output, row: None if row["index"] else 1.0, BadReward, "with index 1: return a number"),
+    (judged_by(lambda outputs, rows: [{"right": 1}] * 2), BadReward, "0: return a number"),
+    (judged_by(lambda outputs, rows: None), NothingLeft, "NoneType"),
+])  # fmt: skip
+def test_a_reward_that_returns_no_number_ends_the_run(play, task, error, said):
     """Without these rollouts the mean would be that of the right answers alone."""
-    with pytest.raises(BadReward, match="for the row with index 1: return a number"):
-        play(lambda output, row: None if row["index"] else 1.0, make_rows("x", "x"))
+    with pytest.raises(error, match=said):
+        play(task, make_rows("x", "x"), group_size=2)
 
 
 def test_user_code_draws_numbers_of_its_step_and_rank(play, monkeypatch):
@@ -303,90 +320,58 @@ def test_user_code_draws_numbers_of_its_step_and_rank(play, monkeypatch):
         assert all(a != b for a, b in zip(first, other))
 
 
-@register("test_members")
-class Members(TwoTurns):
-    """row["members"] says what each of them does: two sides are units a and b."""
-
-    async def run(self, sampling_params, **row):
-        what = row["members"][row["rollout_n"]]
-        output = await super().run(sampling_params, **row | {"extra": what})
-        if what == "own":
-            output.reward = 0.5
-        if what == "sides":
-            return [dataclasses.replace(output, unit=unit) for unit in "aba"]
-        return output
-
-
 @pytest.mark.parametrize("kind", ["train", "eval"])
-def test_a_group_is_judged_together_once(play, kind):
-    calls = {}
+def test_a_group_is_judged_once(play, kind):
+    calls = []
 
     def judge(outputs, rows):
-        assert [row["index"] for row in rows] == [rows[0]["index"]] * len(outputs)
         index = rows[0]["index"]
-        assert index not in calls
-        calls[index] = [(output.extra["sample"], output.extra["segment"]) for output in outputs]
+        assert rows == [rows[0]] * len(outputs) and len({*map(id, rows)}) == len(rows)
+        calls.append((index, [output.extra["sample"] for output in outputs]))
         outputs[0].metrics["judged"] = 1
-        if index == 4:
+        if index == 3:
             raise RuntimeError("the judge broke")
-        values = [{"score": place, "of": len(outputs)} for place in range(len(outputs))]
-        if index == 5:
-            values[1] = math.nan
-        return values[: 2 if index == 3 else None]
+        rewards = [{"score": place, "of": len(outputs)} for place in range(len(outputs))]
+        if index == 4:
+            rewards[1] = math.nan
+        return rewards[: 1 if index == 5 else None]
 
-    async def slow(outputs, rows):
-        await asyncio.sleep(0.01)
-        return torch.arange(len(outputs)) if rows[0]["index"] == 6 else judge(outputs, rows)
+    async def async_judge(outputs, rows):
+        return judge(outputs, rows)
 
-    members = [
-        ["x", "raise", "x", "list"],
-        ["x", "own", "x", "skip"],
-        ["sides", "sides", "x", "raise"],
-        *[["x"] * 4] * 4,
-        ["own", "skip", "raise", "own"],
-    ]
-    rows = make_rows(*["x"] * len(members), agent="test_members")
-    for row, of_row in zip(rows, members):
-        row["members"] = of_row
-    task = types.SimpleNamespace(group_reward=judge if kind == "train" else slow)
-    if kind == "train":
-        rows[6:7] = []  # the result of `slow` is a tensor
-    rollouts = play(task, rows, group_size=4, kind=kind)
+    rows = make_rows(
+        ["x", "raise", "list"],
+        ["x", "own", "skip"],
+        ["sides", "x", "sides"],
+        *["x"] * 3,
+        ["own", "raise", "own"],
+    )
+    task = judged_by(judge if kind == "train" else async_judge)
+    rollouts = play(task, rows, group_size=3, kind=kind)
 
-    everyone = [(sample, 0) for sample in range(4)]
-    assert {index: calls[index] for index in range(6)} == {
-        0: [(0, 0), (2, 0), (3, 1)],
-        1: [(0, 0), (2, 0)],
-        2: [(0, 2), (0, 1), (1, 2), (1, 1), (2, 0)],
-        **dict.fromkeys((3, 4, 5), everyone),
-    }
-    assert 7 not in calls  # all that are left have rewards of their own
+    # The last output of each unit. Prompt 6 is not judged: it has rewards of its own.
+    everyone = [0, 1, 2]
+    assert sorted(calls) == [
+        (0, [0, 2]), (1, [0]), (2, [0, 0, 1, 2, 2]), (3, everyone), (4, everyone), (5, everyone),
+    ]  # fmt: skip
     rewards = {}
     for output in rollouts.outputs:
         reward = output.reward
-        of_prompt = rewards.setdefault(output.extra["index"], [])
-        of_prompt.append(reward["score"] if isinstance(reward, dict) else reward)
-    tensors = {6: [0, 1, 2, 3]} if kind == "eval" else {}
-    assert rewards == tensors | {
-        0: [0, 1, 2, 2],
-        1: [0, 0.5, 1],
-        2: [0, 1, 0, 2, 3, 2, 4],
-        5: [0, 2, 3],
-        7: [0.5, 0.5],
+        score = reward["score"] if isinstance(reward, dict) else reward
+        rewards.setdefault(output.extra["index"], []).append(score)
+    assert rewards == {
+        0: [0, 1, 1],
+        1: [0, 0.5],
+        2: [0, 1, 0, 2, 3, 4, 3],
+        4: [0, 2],
+        6: [0.5, 0.5],
     }
-    assert rollouts.outputs[0].reward["of"] == 3 and rollouts.outputs[0].metrics["judged"] == 1
-    assert rollouts.outputs[1].metrics.get("judged") is None
-    assert +rollouts.lost == {"failed_agent_loop": 3, "skipped": 2, "failed_reward": 9}
-    said = " ".join(error["error"] for error in rollouts.errors)
-    assert said.count("group_reward returned 2 rewards for 4 outputs") == 4
-    assert said.count("the judge broke") >= 4
-
-
-@pytest.mark.parametrize("values", [lambda outputs, rows: None, lambda outputs, rows: [None]])
-def test_a_judge_that_returns_no_numbers_ends_the_run(play, values):
-    task = types.SimpleNamespace(group_reward=values)
-    with pytest.raises((BadReward, NothingLeft), match="NoneType|its reward is None"):
-        play(task, make_rows("x"))
+    assert rollouts.outputs[0].reward["of"] == 2
+    assert [output.metrics.get("judged") for output in rollouts.outputs[:2]] == [1, None]
+    assert +rollouts.lost == {"failed_agent_loop": 2, "skipped": 1, "failed_reward": 7}
+    errors = [error["error"].splitlines()[-1] for error in rollouts.errors]
+    assert errors.count("ValueError: group_reward returned 1 rewards for 3 outputs") == 3
+    assert errors.count("RuntimeError: the judge broke") == 3
 
 
 JUDGE = """
