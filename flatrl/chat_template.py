@@ -461,20 +461,20 @@ class ChatTemplate:
 
     @functools.cached_property
     def frames(self) -> list[str]:
-        """Three texts that the template writes within a turn, each "" where there is none.
+        """What the template writes before a thought, from there to an answer, and before an answer.
 
-        They stand before a thought, from there to an answer, and before an answer without a
-        thought. Those of gpt-oss begin "<|channel|>analysis",
-        "<|end|><|start|>assistant<|channel|>final" and "<|channel|>final"."""
-        asked = WORD.split(self.text(_made_up([USER]), add_generation_prompt=True))[-1]
-        nothing = ["", asked, ""]
+        In gpt-oss these begin "<|channel|>analysis", "<|end|><|start|>assistant<|channel|>final"
+        and "<|channel|>final"."""
+        if self.problem([USER, ANSWER]):
+            return ["", "", ""]
         beside_calls = self.hides_reasoning == {False}  # Gemma 4
-        _, thought, after, *_ = self._pieces(USER, THOUGHTS[beside_calls]) or nothing
-        _, before, *_ = self._pieces(USER, ANSWER) or nothing
+        thinking, answer = _made_up([THOUGHTS[beside_calls], ANSWER])
+        thought, after, *_ = [*WORD.split(self.written(thinking)), ""]
+        before, *_ = WORD.split(self.written(answer))
         if beside_calls:  # a call follows the end of the thought
             for token in self.texts.special_starts.findall(after)[:1]:
                 after = after.partition(token)[0] + token
-        return [_difference(asked, thought)[1], after, _difference(asked, before)[1]]
+        return [thought, after, before]
 
     @functools.cached_property
     def frame_ids(self) -> set[int]:
@@ -530,7 +530,7 @@ class ChatTemplate:
         if header and written.lstrip().startswith(header.lstrip()):
             written = written.partition(header.lstrip())[2]  # Llama 4 has white space before it
         stop = self.call_end if "tool_calls" in turn else self.answer_end
-        return written.partition(self._token(stop))[0]
+        return written.partition(self._token(stop) or MARK)[0]
 
     def _with_thought(self, written, turn, before):
         """Returns a written turn with what the template left out of it. before: its prompt."""

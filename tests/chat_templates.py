@@ -1,9 +1,7 @@
-"""Chat templates of eight models, rebuilt in small, with their special tokens and stop ids.
+"""Chat templates of seven models, rebuilt in small, with their special tokens and stop ids.
 
-They raise, trim, drop and rewrite like the originals, and write calls, answers, reasoning and
-dates in the same places. Only the fixed instructions about tools are shorter. KINDS has templates
-of one unusual habit each.
-"""
+They raise, trim, drop and rewrite like the originals. Only the fixed instructions about tools are
+shorter. KINDS has templates of one unusual habit each."""
 
 # ruff: noqa: E501  a line of a template is a line
 
@@ -25,31 +23,6 @@ QWEN_ANSWER = r"""
         {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
         {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
 """.strip()
-
-# Adds a default system prompt if the chat has none. Only appends.
-QWEN25 = r"""
-{{- '<|im_start|>system\n' }}
-{{- messages[0].content if messages[0].role == 'system' else 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.' }}
-{%- if tools %}
-    {{- '\n\n' }}
-    QWEN_TOOLS
-{%- endif %}
-{{- '<|im_end|>\n' }}
-{%- for m in messages %}
-    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) or (m.role == 'assistant' and not m.tool_calls) %}
-        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
-    {%- elif m.role == 'assistant' %}
-        {{- '<|im_start|>assistant' + ('\n' + m.content if m.content else '') }}
-        {%- for call in m.tool_calls %}
-            {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- elif m.role == 'tool' %}
-        QWEN_ANSWER
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
 
 # Drops reasoning before the user's last question. The last message always has a think block. If it
 # is empty, it disappears when other messages follow. A content with </think> is split into
@@ -329,7 +302,6 @@ OSS = "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|star
 OSS_STOPS = "<|return|> <|endoftext|> <|call|>"
 
 FAMILIES = {
-    "qwen2.5": Family(QWEN25, IM, IM_STOPS, markup=CALL),
     "qwen3": Family(QWEN3, IM, IM_STOPS, markup=THINK),
     "llama3.1": Family(LLAMA31, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
     "mistral0.3": Family(MISTRAL03, MISTRAL3, "</s>", bos="<s>"),
@@ -360,9 +332,12 @@ KINDS = {
 
 
 def tokenizer_for(name: str, base_tokenizer):
-    """Returns a copy of a byte-level tokenizer with the template and the tokens of a family."""
-    of = FAMILIES[name]
+    """Returns a copy of a byte-level tokenizer with a kind's or a family's template and tokens."""
     tokenizer = copy.deepcopy(base_tokenizer)
+    if name in KINDS:
+        tokenizer.chat_template = CHAT.replace("SAID", f"({KINDS[name]})") + PROMPTS
+        return tokenizer
+    of = FAMILIES[name]
     for tokens, special in ((of.special, True), (of.markup, False)):
         added = [AddedToken(token, special=special, normalized=False) for token in tokens.split()]
         tokenizer.add_tokens(added)

@@ -23,7 +23,7 @@ def test_parsers_that_can_not_be_used(tokenizer):
 
 
 # What a model of each family writes as two calls, and which parser is found for it.
-FOUND = {"qwen2.5": "hermes", "qwen3": "hermes", "llama3.1": "llama3_json", "mistral0.3": "mistral",
+FOUND = {"qwen3": "hermes", "llama3.1": "llama3_json", "mistral0.3": "mistral",
          "glm4": "glm45", "gpt-oss": "template"}
 LOOK = as_tool(calculator.calculator).schema
 LOOK = {"type": "function", "function": LOOK["function"] | {"name": "look-up"}}
