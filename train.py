@@ -129,9 +129,7 @@ def main(args: Args):
 
 
 def collect_rollouts(run: "Run", step: int) -> Rollouts:
-    """Returns the rollouts of a step: sampled, or replayed (--replay).
-
-    If every prompt of the step has a demonstration, nothing is sampled, and the engine sleeps."""
+    """Returns the rollouts of a step: sampled, replayed (--replay) or all demonstrated."""
     args = run.args
     if args.replay:
         rollouts = Rollouts(*read_rollouts(replay_file(args, step), run.policy.net.vocab_size))
@@ -163,11 +161,10 @@ def awake(run: "Run") -> Iterator[float]:
     """Wakes the engine for the block, with the current weights, and KEEPS it awake afterwards.
 
     Only `put_to_sleep` or an error in the block puts it to sleep. What --offload names is in host
-    memory meanwhile. An engine that is awake with these weights only forgets cached prompts,
-    so that an evaluation changes no number of the next rollout. Yields the seconds of the sync."""
+    memory meanwhile. Yields the seconds of the sync."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
-        run.engine.forget_prompts()
+        run.engine.forget_prompts()  # an evaluation changes no number of the next rollout
     else:
         offload(run, "cpu")
         seconds = sync(run.engine, run.policy.net, version=run.done)
@@ -179,10 +176,10 @@ def awake(run: "Run") -> Iterator[float]:
 
 
 def put_to_sleep(run: "Run", keep: bool = False):
-    """Frees the device: the engine sleeps, and everything that --offload moved comes back.
+    """Frees the device: the engine sleeps, if there is one, and what --offload moved comes back.
 
-    keep: unfinished requests stay, as they always do with --max_staleness. Otherwise an
-    unfinished request is an error. Does nothing if the engine sleeps already, or with --replay."""
+    keep: unfinished requests stay, as they always do with --max_staleness; else they are errors.
+    """
     if run.engine and run.engine.state == "awake":
         run.engine.sleep(keep=keep or run.args.max_staleness > 0)
         offload(run, run.accelerator.device)
@@ -192,12 +189,11 @@ def put_to_sleep(run: "Run", keep: bool = False):
 
 
 def score_batch(run: "Run", batch: data.Batch, step: int):
-    """Computes old logprobs, reference logprobs and values of the sampled tokens, as needed.
+    """Sets scores of the sampled tokens in the batch, as needed.
 
-    Sets batch["logprobs_old"], batch["logprobs_ref"] and batch["values"], (B, T) each, and
-    batch["entropy"] if the estimator asks for it. With --kl_kind topK it also sets (B, T, K)
-    batch["ref_top_ids"], which the reference finds likeliest, and batch["ref_top_logprobs"]. A
-    step with a single update may need no old logprobs: see `update_policy`."""
+    They are logprobs_old, logprobs_ref, values and entropy, (B, T) each. With --kl_kind topK also
+    ref_top_ids, the K that the reference finds likeliest, and ref_top_logprobs, (B, T, K). A step
+    with a single update may need no old logprobs: see `update_policy`."""
     args = run.args
     run.clock.lap("batch")  # the time to make the batch
     if args.rollout_only:  # nothing is trained
@@ -337,11 +333,10 @@ def estimate_advantages(
 ) -> BT:
     """Returns the advantages by --adv_estimator, (B, T), whitened with --whiten_advantages.
 
-    The estimator is one of losses.py or of the task file (`losses.estimator`). It sees each unit
-    as one sequence: its outputs laid end to end (data.EndToEnd). It returns one number for each
-    unit, (N,), or for each token, (N, S). If it takes values, batch["returns"] is set, too, and
-    batch["batch_stats/NAME"], (B, T), from a dict that it returns. state: Run.estimator_state.
-    Raises BadInput for other results, and for a state that can't be saved."""
+    The estimator (`losses.estimator`) sees each unit as one sequence: its outputs laid end to end
+    (data.EndToEnd). It returns a number for each unit, (N,), or token, (N, S). If it takes values,
+    batch["returns"] is set, too, and batch["batch_stats/NAME"], (B, T), from a dict that it
+    returns. Raises BadInput for other results, and for a state that can't be saved."""
     estimate = losses.ESTIMATORS[args.adv_estimator]
     layout = batch.layout
     mask = layout.mask
@@ -379,8 +374,8 @@ def estimate_advantages(
 def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     """Trains policy and critic: epochs x mini-batches x packed micro-batches.
 
-    In the first --critic_warmup steps only the critic learns. Sets batch["unit_tokens"], and
-    batch["logprobs_old"] if `score_batch` has not. Returns metrics, means over updates."""
+    Sets batch["unit_tokens"], and batch["logprobs_old"] if `score_batch` has not. Returns metrics,
+    means over updates."""
     args = run.args
     batch["unit_tokens"] = batch.count_unit_tokens()  # without what mask_truncated excluded
     prompts = batch.units.prompts[batch.units.unit_of_row]  # (B,)
@@ -434,9 +429,7 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int], step: int) -> 
 
 
 def update_critic(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, float]:
-    """Takes one optimiser step of the critic on these rows. Returns metrics.
-
-    It does not learn from demonstrations."""
+    """Takes one optimiser step of the critic on these rows, without demonstrations."""
     names = ["response_mask", "unit_tokens", "values", "returns"]
     metrics, _ = optimise(
         run.critic, value_objective, batch, names, rows, run.args, run.accelerator
@@ -506,9 +499,7 @@ def policy_objective(
 
 
 def value_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAndStats:
-    """Returns the critic's loss per token, (b, T), and its stats: `losses.value_loss`, clipped.
-
-    args: unused; `optimise` passes them to every objective."""
+    """Returns the critic's loss per token, (b, T), and its stats: `losses.value_loss`, clipped."""
     old = columns["values"]
     mask = columns["response_mask"]
     return losses.value_loss(scores["values"], old, columns["returns"], mask, VALUE_CLIP)
@@ -528,8 +519,7 @@ def optimise(
 
     objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores: what
     the network returns for b rows. columns: the batch's tensors of these `names`, for these rows.
-    loss_agg: a mode of losses.aggregate. With an imitation_mask among the columns, demonstrated
-    tokens add their mean loss. Losses are summed over micro-batches and ranks and divided by
+    loss_agg: a mode of losses.aggregate; demonstrated tokens add their mean. Losses are divided by
     global counts, so the gradient does not depend on how the batch is split.
 
     Returns metrics (most names begin with the learner's), and the logprobs or values of this
@@ -545,8 +535,9 @@ def optimise(
     for i, micro in enumerate(Bar(micro_batches, "update")):
         packed = learner.net.pack(batch, micro)
         of_rows = data.columns_of(batch, micro, names, accelerator.device)
-        is_last = i == len(micro_batches) - 1
-        with learner.averaging(accelerator, is_last):
+        # Ranks average gradients in the last pass alone; FSDP, whose are sharded, in every one.
+        is_delayed = i < len(micro_batches) - 1 and not args.shard
+        with accelerator.no_sync(learner.wrapped) if is_delayed else contextlib.nullcontext():
             scores = learner.wrapped(packed)
             loss, shares = micro_batch_loss(objective, scores, of_rows, counts, args, loss_agg)
             (loss * dist.get_world_size()).backward()  # DDP and FSDP average over ranks
@@ -611,9 +602,9 @@ def micro_batch_loss(
 def check_agreement(run: "Run", batch: data.Batch, version: int, difference: float):
     """Ends the run, by BadInput on all ranks, if engine and trainer differ too much.
 
-    version: of the weights that the step began with. difference: the mean absolute difference
-    of their logprobs: at most 1e-3, or 0.1 in bfloat16 or with a quantised engine. Only warns,
-    once, with --allow_mismatch or --sampling_args that change the engine's distribution."""
+    version: of the weights before the update, which is the number of steps done. difference: the
+    mean absolute difference of logprobs. Only warns, once, with --allow_mismatch or
+    --sampling_args that change the engine's distribution."""
     args = run.args
     bound = 0.1 if args.quantized or args.dtype == "bfloat16" else 1e-3
     if not run.engine or run.mismatch_is_known or difference <= bound:
@@ -659,10 +650,9 @@ def evaluate(run: "Run") -> dict:
 class Net(nn.Module):
     """A transformers model that gives scores to sampled tokens. A subclass says which scores.
 
-    It stays in evaluation mode, because the trained network must be the one that sampled. Trained
-    parameters are float32. If `is_packed`, rows are joined without padding and have packed
-    attention; otherwise they are right-padded and have the model's own. A vision tower keeps its
-    own attention, which is not causal.
+    It stays in evaluation mode, because the trained network must be the one that sampled. If
+    `is_packed`, rows are joined without padding and have packed attention; otherwise they are
+    right-padded and have the model's own. A vision tower's attention is not causal.
 
     A subclass's scores_from_hidden(hidden (M, H), packed) returns {name: (M,) or (M, K)} from the
     hidden states that predict M tokens (data.pack_rows); `trained_score` names one of them."""
@@ -824,7 +814,6 @@ class Learner:
         self.rates = [group["lr"] for group in self.groups]  # before the schedule
         self.lr_factor = models.lr_factor(args, num_steps)
         self.n_updates = 0
-        self.is_sharded = bool(args.shard)
 
     @property
     def groups(self) -> list[dict]:
@@ -839,14 +828,6 @@ class Learner:
         for group, rate in zip(self.groups, self.rates, strict=True):
             group["lr"] = rate * factor
         return self.groups[0]["lr"]
-
-    def averaging(self, accelerator, is_last: bool) -> contextlib.AbstractContextManager:
-        """Returns a context for a backward pass. Ranks average gradients only in the last pass.
-
-        FSDP does it every time, because delaying it would need unsharded gradients."""
-        if is_last or self.is_sharded:
-            return contextlib.nullcontext()
-        return accelerator.no_sync(self.wrapped)
 
     def step(self, accelerator, max_norm: float, has_tokens: bool) -> float:
         """Takes an optimiser step with the current gradients, clipped to max_norm, and clears them.
@@ -889,14 +870,15 @@ class Run:
     critic: Learner | None
     reference: Callable | None  # acts like a Net: see build_reference
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
-    # For a task's sampler, of each prompt so far: [row, step, reward, reward, ...].
+    # For a task's sampler, an entry for each prompt that it has drawn, in their order:
+    # [number of its row, steps done by then, then a reward for each unit, once they are known].
     history: list[list] = field(default_factory=list)
     estimator_state: dict = field(default_factory=dict)  # the same on all ranks
     clock: Clock = field(default_factory=Clock)  # of the parts of a step
     evals: dict[int, float] = field(default_factory=dict)  # eval/reward by steps done
-    done: int = 0  # steps finished
+    done: int = 0  # steps
     kept: dict = field(default_factory=dict)  # for a checkpoint, as it was after these steps
-    saved: int = 0  # steps finished at the last checkpoint
+    saved: int = 0  # steps done at the last checkpoint
     mismatch_is_known: bool = False  # engine and trainer disagree, and the user was warned
     pool: Pool | None = None  # None with --replay
     background: Background = field(default_factory=Background)
@@ -1005,10 +987,7 @@ def check_input(args: Args) -> tuple:
     check_registered(args)
     args.task = task.__file__
     keys = args.prompt_key, args.image_key
-    rows = {
-        "train": data.load_rows(task, "train", args.train_files, *keys),
-        "val": [],
-    }
+    rows = {"train": data.load_rows(task, "train", args.train_files, *keys), "val": []}
     if args.evaluates:
         rows["val"] = data.load_rows(task, "val", args.val_files, *keys)
     hashes = {f"{split} rows": hash_of_rows(rows[split], args.seed) for split in rows}
@@ -1033,12 +1012,11 @@ def load_tokenizer_and_rows(args: Args, task: ModuleType, rows: dict) -> tuple:
     tokenizer, processor = models.load_tokenizer(args, task)
     models.check_teacher(args, tokenizer)
     # An evaluation has neither hints nor demonstrations.
-    of_eval = replace(args, hints=False, imitation_steps=0)
-    rows = {
-        "train": data.filter_overlong(rows["train"], tokenizer, task, args, processor),
-        "val": data.filter_overlong(rows["val"], tokenizer, task, of_eval, processor),
-    }
-    return tokenizer, processor, rows
+    flags = {"train": args, "val": replace(args, hints=False, imitation_steps=0)}
+    fitting = {}
+    for split in rows:
+        fitting[split] = data.filter_overlong(rows[split], tokenizer, task, flags[split], processor)
+    return tokenizer, processor, fitting
 
 
 def build_reference(args: Args, policy: Policy) -> Callable | None:
@@ -1082,8 +1060,7 @@ def build_networks(args: Args, accelerator, policy: Policy, reference, task: Mod
 def finish(run: Run, problem: Exception | None = None):
     """Saves the last checkpoint and, if training is complete, the policy in Hugging Face format.
 
-    Then raises the problem that has ended the training, if any: so that a run that did not
-    complete never returns 0. Raises BadInput if something can't be saved."""
+    Raises the problem that has ended the training, if any, and BadInput if saving fails."""
     args = run.args
     say = run.log.say
     put_to_sleep(run)
@@ -1107,7 +1084,7 @@ def finish(run: Run, problem: Exception | None = None):
 def close(run: Run):
     """Ends everything that a run holds, on all ranks together. Then the process can exit."""
     if run.pool:
-        run.pool.end()
+        run.pool.end()  # the last evaluation may have ended it: then this does nothing
     run.log.notify("close")
     run.background.close()
     all_gather(None)  # waits for the other ranks: closing an engine ends the process group

@@ -10,7 +10,6 @@ import torch
 from conftest import REPO, TINY, metrics_of, output_of
 from safetensors.torch import load_file
 
-import losses
 from examples import methods
 from train import Args
 
