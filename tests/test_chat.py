@@ -216,36 +216,29 @@ def test_whatever_an_agent_does_each_token_is_in_one_output(play):
     assert max(engine.said) == max(outputs[-1].response_versions)  # who spoke last is last
 
 
-# ---------------------------------------------------------------- sampling parameters, refusals
+# ---------------------------------------------------------------- sampling parameters
 
 
-@pytest.mark.parametrize("how, expected", [
-    (dict(), dict(max_tokens=50)),
-    (dict(max_tokens=99, temperature=0.1, seed=7), dict(max_tokens=50)),
-    (dict(max_completion_tokens=20, stop="x"), dict(max_tokens=20, stop=["x"])),
+@pytest.mark.parametrize("how, params, line, said, reason", [
+    (dict(temperature=0.1, seed=7), dict(max_tokens=50), "12" + END, "12", "stop"),
+    (dict(max_tokens=99, stop="."), dict(max_tokens=50, stop=["."]), "12.", "12", "stop"),
+    (dict(max_completion_tokens=3), dict(max_tokens=3), "12345", "123", "length"),
 ])  # fmt: skip
-def test_max_tokens_and_stop_are_the_agents_and_the_rest_is_the_runs(play, how, expected):
-    async def chat(client, prompt, **row):
-        await ask(client, *prompt, **how)
+def test_max_tokens_and_stop_are_the_agents(play, how, params, line, said, reason):
+    """The rest is the run's. A reply without an end of turn continues; the stop string is cut."""
 
-    _, engine = play(chat, "2", sampling={"temperature": 0.7, "max_tokens": 50})
-    assert engine.params == [{"temperature": 0.7} | expected]
-
-
-@pytest.mark.parametrize("how, line, said, reason", [
-    (dict(max_tokens=3), "12345", "123", "length"),
-    (dict(stop="."), ("123.", "stop"), "123", "stop"),  # as OpenAI: without the stop string
-])  # fmt: skip
-def test_a_reply_without_an_end_of_turn_continues(play, how, line, said, reason):
     async def chat(client, prompt, **row):
         completion = await client.chat.completions.create(messages=prompt, **how)
         choice = completion.choices[0]
         assert (choice.finish_reason, choice.message.content) == (reason, said)
         await ask(client, *prompt, choice.message, user("More"))
 
-    (output,), engine = play(chat, line, "ok")
-    sampled = said if reason == "length" else "123."
-    assert_output(output, engine, (1, sampled), END + user_turn("More"), (2, "ok" + END))
+    sampling = {"temperature": 0.7, "max_tokens": 50}
+    (output,), engine = play(chat, (line, "stop"), "ok", sampling=sampling)
+    assert engine.params[0] == {"temperature": 0.7} | params
+    sampled = said if reason == "length" else line
+    end = "" if END in line else END
+    assert_output(output, engine, (1, sampled), end + user_turn("More"), (2, "ok" + END))
 
 
 # ---------------------------------------------------------------- budgets, errors, time
@@ -272,15 +265,6 @@ def test_turns_of_all_sub_agents_count(play):
     assert [output.stop_reason for output in outputs] == ["stop", "stop", "max_turns"]
 
 
-def test_another_exception_of_the_agent_is_raised(play):
-    async def chat(client, prompt, **row):
-        await ask(client, *prompt)
-        raise TimeoutError("a bug")
-
-    with pytest.raises(TimeoutError, match="a bug"):
-        play(chat, "2", trajectory_timeout=HANGS)
-
-
 def test_a_call_without_a_reply_leaves_no_trace(play):
     """The agent gave it up, or the engine failed: it asks again, and continues its conversation."""
 
@@ -301,11 +285,17 @@ def test_a_call_without_a_reply_leaves_no_trace(play):
     assert [helper.reward, main.reward] == [None, 0.5]
 
 
-def test_a_timeout_in_a_tool_keeps_what_was_sampled(play):
-    async def chat(client, prompt, **row):
+def test_an_error_of_the_agent_drops_its_rollout_and_a_timeout_keeps_it(play):
+    async def fails(client, prompt, **row):
+        await ask(client, *prompt)
+        raise TimeoutError("a bug")
+
+    async def hangs(client, prompt, **row):
         await ask(client, *prompt)
         await too_late()
 
-    (output,), engine = play(chat, "2", trajectory_timeout=HANGS)
+    with pytest.raises(TimeoutError, match="a bug"):
+        play(fails, "2", trajectory_timeout=HANGS)
+    (output,), engine = play(hangs, "2", trajectory_timeout=HANGS)
     assert_output(output, engine, (1, "2" + END))
     assert (output.stop_reason, output.reward, output.truncated) == ("timeout", None, False)
