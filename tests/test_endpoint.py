@@ -108,34 +108,28 @@ def test_http_gives_the_same_outputs_as_in_process(play, tokenizer):
     assert_exact(there, remote)
 
 
-def test_only_the_key_lets_in_and_from_loopback_only(play, endpoint):
+def test_only_the_key_lets_in_and_a_posted_reward_is_used(play, endpoint):
+    """From loopback only. A reward that the agent returns counts more."""
+
     async def agent(client, prompt):
         endpoint.clients["another"] = None, "its key"
         for headers in (bearer("wrong"), bearer("\xe9"), bearer("its key"), {}):
-            for path in ("chat/completions", "reward"):
+            for path in ("chat/completions", "messages", "reward"):
                 body = {"messages": PROMPT, "reward": 9.0}
                 assert (await post(client, path, body, headers)).status_code == 401
         del endpoint.clients["another"]
         await ask(client, *prompt)
-        ((bound,),) = [server.sockets for server in endpoint.server.servers]
-        assert bound.getsockname()[0] == "127.0.0.1"
-
-    (output,), engine = play(agent, "2")
-    assert_output(output, engine, (1, "2" + END))
-    assert output.reward is None
-
-
-def test_a_posted_reward_is_used_unless_the_agent_returns_one(play):
-    async def agent(client, prompt):
-        await ask(client, *prompt)
         for body in ({"reward": 0.5}, {"reward": 0.75}, {"reward": "high"}, {}):
             answer = await post(client, "reward", body)
             assert answer.status_code == (200 if isinstance(body.get("reward"), float) else 400)
+        ((bound,),) = [server.sockets for server in endpoint.server.servers]
+        assert bound.getsockname()[0] == "127.0.0.1"
         return rewards.pop()
 
     rewards = [None, 0.0]
     for expected in (0.0, 0.75):
-        (output,), _ = play(agent, "2")
+        (output,), engine = play(agent, "2")
+        assert_output(output, engine, (1, "2" + END))
         assert output.reward == expected
 
 
@@ -261,11 +255,6 @@ def test_responses_continue_as_one_output(play, tokenizer):
 TOOL = {"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}
 
 
-async def send(client, messages=PROMPT, **how):
-    how = {"model": "policy", "max_tokens": 1000} | how
-    return await client.messages.create(messages=messages, **how)
-
-
 def parts_of(message) -> list[tuple]:
     """A message's blocks: their types, and what they hold."""
     keys = {"text": "text", "thinking": "thinking", "tool_use": "input"}
@@ -304,18 +293,18 @@ def test_the_clients_own_agent_is_one_output(play_anthropic, tokenizer, stream):
     assert output.metrics == {"turns": 2, "tool_calls": 2, "tool_calls/calculator": 2}
 
 
-@pytest.mark.parametrize("how, line, said, reason, stopped_by", [
-    (dict(stop_sequences=["x", ".", "3."]), ("123.", "stop"), "12", "stop_sequence", "3."),
-    (dict(tools=[TOOL], tool_choice={"type": "none"}), SUM, SUM, "end_turn", None),
-])  # fmt: skip
-def test_why_a_reply_ends(play_anthropic, how, line, said, reason, stopped_by):
+def test_why_a_reply_ends(play_anthropic):
     async def agent(client, prompt):
-        reply = await send(client, **how)
-        assert parts_of(reply) == [("text", said)]
-        assert (reply.stop_reason, reply.stop_sequence) == (reason, stopped_by)
+        how = {"model": "policy", "max_tokens": 1000, "messages": prompt}
+        stops = ["x", ".", "3."]
+        cut = await client.messages.create(**how, stop_sequences=stops)
+        assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", "3.")
+        whole = await client.messages.create(**how, tools=[TOOL], tool_choice={"type": "none"})
+        assert (whole.stop_reason, whole.stop_sequence) == ("end_turn", None)
+        assert [parts_of(cut), parts_of(whole)] == [[("text", "12")], [("text", SUM)]]
 
-    _, engine = play_anthropic(agent, line)
-    assert engine.params[0].get("stop") == how.get("stop_sequences")
+    _, engine = play_anthropic(agent, ("123.", "stop"), SUM)
+    assert engine.params[0]["stop"] == ["x", ".", "3."]
 
 
 def test_a_prompt_that_is_too_long_is_the_error_that_agents_compact_at(play_anthropic):
@@ -344,7 +333,5 @@ def test_langgraphs_example_is_rewarded_after_more_turns_than_its_own_limit(endp
     (output,) = run(loop.run({}, **row, step=0, index=0, rollout_n=0, validate=False))
     run(set_rewards(task, [output], row))
     assert total_reward(output) == 1.0
-    parts = []
-    for n in range(1, 13):
-        parts += [(n, lines[0] + END), tool_turn("50")]
-    assert_output(output, engine, *parts, (13, lines[-1] + END))
+    assert_exact([output], engine)
+    assert len(engine.said) == 13
