@@ -6,10 +6,6 @@ the template writes). One rule governs this file: *token in, token out*. Within 
 ids are appended verbatim and never tokenised again. The text between two sampled turns is the
 difference of two renderings of the chat template (`ChatTemplate.suffix`).
 
-In this order: settings and results; `Trajectory`; agent loops; tools and interactions. What depends
-on a model's chat template is in flatrl/chat_template.py, function tools and parsed calls are in
-flatrl/tools.py, deadlines and threads in flatrl/user_code.py, images in flatrl/vision.py.
-
 The words that code, documents, log and flags share:
     prompt      the chat messages in one row of the data set, and the task that they pose
     group       the units that are compared; by default all those of one prompt
@@ -89,9 +85,7 @@ SIDES = ("left", "middle", "right")
 
 @dataclass
 class LoopArgs:
-    """The settings that agent loops read from their `args`.
-
-    train.Args inherits from this class. Any object with these attributes works as well."""
+    """The settings that agent loops read from their `args`. train.Args inherits from this class."""
 
     agent: str | None = flag(
         None, "agent loop; default: tool_agent with TOOLS or INTERACTIONS, else single_turn")
@@ -172,16 +166,12 @@ class AgentLoopOutput:
     num_turns: the number of assistant, user and tool turns + 1, as in verl.
     images: PIL images in the order of their placeholders. The ids repeat a placeholder for each
         token of its image.
-    unit: outputs of one rollout with the same unit share one reward, that of the last of
-        them, and count once in advantages and in the loss. By default the whole rollout is
-        one unit.
-    group: units of the same prompt and the same group are compared with each other. By
-        default the group has the unit's name, so that a rollout is compared with all other
-        rollouts of its prompt.
-    docs/units.md has examples: the two sides of a game, the branches of a tree.
+    unit: outputs of one rollout with the same unit share one reward, that of the last of them, and
+        count once in advantages and in the loss; by default all outputs of the rollout.
+    group: units of one prompt and one group are compared with each other; by default those of the
+        same unit, such as all rollouts of a prompt. docs/units.md has examples.
 
-    Raises ValueError if the lists differ in length, or if the mask, the prompt, the stop
-    reason, the unit or the group is invalid."""
+    Raises ValueError if the lists differ in length, or if a field is invalid."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -257,14 +247,11 @@ def numeric_entries(values: dict) -> dict[str, float]:
 
 # ---------------------------------------------------------------- agent loops
 
-
 AGENT_LOOPS: dict[str, type] = {}
 
 
 def register(name: str) -> Callable:
-    """Class decorator: makes a loop available to `--agent name` and to a row's agent_name.
-
-    Raises BadInput unless the class is a subclass of AgentLoopBase."""
+    """Class decorator: makes a loop available to `--agent name` and to a row's agent_name."""
 
     def add(cls):
         if not issubclass(cls, AgentLoopBase):
@@ -293,27 +280,20 @@ def agent_loop_class(row: dict, task, args) -> type:
 class Trajectory:
     """The messages and tokens of one rollout while it runs.
 
-    Only methods of this class append tokens, and always to all five lists together:
-    engine_ids and the four response_* lists. These are the current token sequence. If the
-    template rewrites the history, `fork` ends the sequence and starts another. `outputs`
-    returns one AgentLoopOutput for each sequence.
+    Only methods of this class append tokens, and always to all five lists together: engine_ids and
+    the four response_* lists. These are the current token sequence. If the template rewrites the
+    history, `fork` ends the sequence and starts another. `outputs` returns one AgentLoopOutput for
+    each sequence.
 
-    For an image, the engine gets one placeholder, and the trainer gets one for each token of
-    the image (`expand`):
-    - engine_ids: prompt and response as `engine.generate` gets them
-    - prompt_ids, response_ids: prompt and response as the trainer gets them
-
+    engine_ids: prompt and response as `engine.generate` gets them, with one placeholder for each
+        image. prompt_ids and response_ids have one for each token of the image (`expand`).
     trusted: the messages in which a text like "<|im_end|>" becomes that token (`render`), by
     default those that are given here. Messages that are appended later are not trusted.
 
     reward, unit and group are those of its outputs (see AgentLoopOutput)."""
 
     def __init__(
-        self,
-        messages: list[dict],
-        prompt_ids: list[int],
-        engine_ids: list[int],
-        images: Sequence,
+        self, messages: list[dict], prompt_ids: list[int], engine_ids: list[int], images: Sequence,
         trusted: Sequence[dict] | None = None,
     ):
         self.request_id = uuid4().hex  # names the rollout for the engine and for tools
@@ -327,7 +307,7 @@ class Trajectory:
         self.unit = ""
         self.group = ""
         self.assistant_turns = 0
-        self.user_turns = 0  # replies of tools and users; max_user_turns counts those of users
+        self.user_turns = 0  # replies of tools and users, as verl counts them
         self.stop_id = None  # the stop token that ended the last assistant turn
         self.tool_calls = []  # in the last assistant turn, not executed yet
         self.finished = []  # AgentLoopOutputs of the sequences before the last fork
@@ -369,26 +349,15 @@ class Trajectory:
         if not trained:
             self.add_given(out.token_ids)
             return
-        self._add(
-            engine_ids=out.token_ids,
-            ids=out.token_ids,
-            mask=[1] * len(out.token_ids),
-            logprobs=out.logprobs,
-            versions=out.versions,
-        )
+        mask = [1] * len(out.token_ids)
+        self._add(out.token_ids, out.token_ids, mask, out.logprobs, out.versions)
 
     def add_given(self, ids: list[int], engine_ids: list[int] | None = None):
         """Appends tokens of a tool, a user or the template, with mask 0.
 
         engine_ids: the same tokens with one placeholder for each image; default: ids."""
         n = len(ids)
-        self._add(
-            engine_ids=engine_ids or ids,
-            ids=ids,
-            mask=[0] * n,
-            logprobs=[0.0] * n,
-            versions=[-1] * n,
-        )
+        self._add(engine_ids or ids, ids, [0] * n, [0.0] * n, [-1] * n)
 
     def _add(self, engine_ids, ids, mask, logprobs, versions):
         """Appends to all five lists."""
@@ -398,13 +367,7 @@ class Trajectory:
         self.response_logprobs.extend(logprobs)
         self.response_versions.extend(versions)
 
-    def record(
-        self,
-        kind: str,
-        name: str,
-        reward: float | None,
-        metrics: dict | None,
-    ):
+    def record(self, kind: str, name: str, reward: float | None, metrics: dict | None):
         """Records a turn reward, at the last token so far, and adds metrics to the rollout's.
 
         kind and name identify the source, such as "tool" and "calculator". A metric becomes
@@ -428,19 +391,16 @@ class Trajectory:
         self.metrics[name] = self.metrics.get(name, 0) + n
 
     def outputs(self) -> list[AgentLoopOutput]:
-        """Returns the outputs of all token sequences: those before each fork, and the current one.
-        They have the trajectory's unit and group, even if these were set after a fork.
+        """Returns the outputs of all token sequences, which share the trajectory's unit and group.
 
         If the assistant said nothing after the last fork (there was no room for a turn), that
         sequence is left out, and the one before ends the rollout."""
-        for output in self.finished:
-            output.unit = self.unit
-            output.group = self.group
+        finished = [replace(each, unit=self.unit, group=self.group) for each in self.finished]
         last = self.output()
         speaks = 1 in last.response_mask or last.messages[-1]["role"] == "assistant"
-        if speaks or not self.finished:
-            return [*self.finished, last]
-        *earlier, before = self.finished
+        if speaks or not finished:
+            return [*finished, last]
+        *earlier, before = finished
         names = ("reward", "metrics", "extra", "stop_reason")
         ended = {name: getattr(last, name) for name in names}
         of_before = before.extra.keys() & {"routes"}
@@ -451,19 +411,13 @@ class Trajectory:
 
     def output(self) -> AgentLoopOutput:
         """Returns the current token sequence, without those before forks, as an output."""
+        lists = ("prompt_ids", *RESPONSE_LISTS, "turn_rewards", "messages", "images")
         return AgentLoopOutput(
-            prompt_ids=list(self.prompt_ids),
-            response_ids=list(self.response_ids),
-            response_mask=list(self.response_mask),
-            response_logprobs=list(self.response_logprobs),
-            response_versions=list(self.response_versions),
+            **{name: list(getattr(self, name)) for name in lists},
             reward=copy.copy(self.reward),
-            turn_rewards=list(self.turn_rewards),
-            messages=list(self.messages),
             num_turns=self.assistant_turns + self.user_turns + 1,
             stop_reason=self.stop_reason,
             metrics=dict(self.metrics),
-            images=list(self.images),
             extra=self.extra | encode_routes(self.routes),
             unit=self.unit,
             group=self.group,
@@ -471,9 +425,7 @@ class Trajectory:
 
 
 class AgentLoopBase:
-    """The base class of agent loops. Subclasses override `run`.
-
-    Each rollout has its own instance.
+    """The base class of agent loops. Subclasses override `run`. Each rollout has its own instance.
 
     engine: any object with `async generate(*, request_id, prompt_ids, sampling_params,
         image_data) -> TokenOutput`. prompt_ids has ONE placeholder for each image of
@@ -507,16 +459,12 @@ class AgentLoopBase:
         raise TypeError(f"{type(self).__name__} has no run method")
 
     def start(
-        self,
-        row: dict,
-        tools: list[dict] | None = None,
-        trusted: Sequence[dict] | None = None,
+        self, row: dict, tools: list[dict] | None = None, trusted: Sequence[dict] | None = None
     ) -> Trajectory:
         """Returns a trajectory that begins with row["prompt"], even if that is too long.
 
-        trusted: messages that may contain the text of control tokens, now and after a fork; by
-        default all of the prompt. Raises ValueError unless the prompt has one placeholder for each
-        of the row's images."""
+        trusted: see Trajectory. Raises ValueError unless the prompt has one placeholder for each of
+        the row's images."""
         images = load_images(row.get("images") or ())
         prompt = self.prompt(row["prompt"], tools, images, trusted)
         return Trajectory(row["prompt"], *prompt, images, trusted)
@@ -559,10 +507,20 @@ class AgentLoopBase:
         stops: see `stop_token_ids`. images: one for each placeholder in the messages."""
         images = load_images(images)
         template = self.chat_template(stops)
+        before = trajectory.messages
         try:
-            fits = self._append_suffix(trajectory, template, messages, tools, images)
+            suffix = template.suffix(before, messages, trajectory.stop_id, tools, trajectory.recent)
         except RewritesHistory:
-            fits = self._fork_with(trajectory, messages, tools, images)
+            all_images = trajectory.images + images
+            prompt = self.prompt(before + messages, tools, all_images, trajectory.trusted)
+            fits = self.room(trajectory, used=len(prompt[0])) > 0
+            if fits:
+                trajectory.fork(*prompt)
+        else:
+            ids = expand(suffix, images, self.processor)
+            fits = self.room(trajectory) > len(ids)
+            if fits:
+                trajectory.add_given(ids, suffix)
         if not fits:
             trajectory.stop_reason = "length"
             return False
@@ -571,35 +529,13 @@ class AgentLoopBase:
         trajectory.user_turns += 1
         return True
 
-    def _append_suffix(self, trajectory, template, messages, tools, images):
-        """Appends the tokens of messages, if they fit. Raises RewritesHistory."""
-        engine_ids = template.suffix(
-            trajectory.messages, messages, trajectory.stop_id, tools, trajectory.recent)
-        ids = expand(engine_ids, images, self.processor)
-        if self.room(trajectory) - len(ids) < 1:
-            return False
-        trajectory.add_given(ids, engine_ids)
-        return True
-
-    def _fork_with(self, trajectory, messages, tools, images):
-        """Forks the trajectory: the new prompt is its history with messages, if they fit."""
-        chat = trajectory.messages + messages
-        all_images = trajectory.images + images
-        prompt = self.prompt(chat, tools, all_images, trajectory.trusted)
-        if self.room(trajectory, used=len(prompt[0])) < 1:
-            return False
-        trajectory.fork(*prompt)
-        return True
-
     async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
         """Samples one assistant turn, and appends its tokens and its message.
 
         Returns its text without reasoning but with special tokens (see `_read_turn`). Returns None
         if the turn was cut off (its tokens and its message are there), or had no room (nothing was
-        sampled). Sets the stop reason.
-
-        Raises ValueError if engine and processor expand an image to different numbers of
-        tokens."""
+        sampled). Sets the stop reason. Raises ValueError if engine and processor expand an image to
+        different numbers of tokens."""
         room = self.room(trajectory)
         if room < 1:
             trajectory.stop_reason = "length"
@@ -685,10 +621,9 @@ class ToolAgentLoop(AgentLoopBase):
                               -> interacting -> generating ...        a simulated user answers
                               -> None                                 the end
 
-    The states have verl's names. A state is a method that gets the trajectory and returns the next
-    state. A subclass adds one by returning it from another: `return self.reflecting`. If a tool
-    raises, exceeds its deadline or is called wrongly, the model reads a message about it, and a
-    metric counts it."""
+    A state is a method that gets the trajectory and returns the next state. A subclass adds one by
+    returning it from another: `return self.reflecting`. If a tool raises, exceeds its deadline or
+    is called wrongly, the model reads a message about it, and a metric counts it."""
 
     def __init__(self, engine, tokenizer, processor, task, args):
         super().__init__(engine, tokenizer, processor, task, args)
@@ -700,14 +635,12 @@ class ToolAgentLoop(AgentLoopBase):
         self.schemas = []  # of the tools
         self.interaction = None
         self.interaction_kwargs = {}
-        self.user_answers = 0  # answers of the simulated user so far
+        self.interaction_turns = 0  # replies of the simulated user: max_user_turns limits them
         self.create_errors = {}  # of each tool that was created: its error, or None
         self.creating = defaultdict(asyncio.Lock)  # by tool name
 
     async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Runs one rollout: its turns, then the tools' `calc_reward`, then their `release`.
-
-        Returns one output, or a list of several if the template rewrote the history."""
+        """Runs one rollout: its turns, then the tools' `calc_reward`, then their `release`."""
         self.sampling_params = sampling_params
         self.stops = self.stop_token_ids(sampling_params)
         self.tools_kwargs = row_kwargs(row, "tools_kwargs")
@@ -725,9 +658,8 @@ class ToolAgentLoop(AgentLoopBase):
                     trajectory.record("tool", name, reward, None)
         finally:
             await self.close(trajectory)
-        if trajectory.finished:
-            return trajectory.outputs()
-        return trajectory.output()  # a single one, as most loops return
+        outputs = trajectory.outputs()
+        return outputs if len(outputs) > 1 else outputs[0]
 
     async def _run_states(self, trajectory):
         """Goes from state to state until the end, or until trajectory_timeout has passed."""
@@ -772,10 +704,9 @@ class ToolAgentLoop(AgentLoopBase):
             return None
         return self.processing_tools
 
-    def _at_assistant_limit(self, trajectory):
-        """Returns whether max_assistant_turns is reached."""
-        limit = self.args.max_assistant_turns
-        return limit > 0 and trajectory.assistant_turns >= limit
+    def _at_assistant_limit(self, trajectory, more=0):
+        """Returns whether max_assistant_turns is reached, with so many turns more."""
+        return 0 < self.args.max_assistant_turns <= trajectory.assistant_turns + more
 
     def parse(self, trajectory, text):
         """Returns the tool calls of a turn, including malformed ones (see `parse_tool_calls`).
@@ -821,9 +752,9 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.count("tool_errors", n_left_out)
             note = f"Error: {n_left_out} more calls were not executed: the limit is {limit} a turn"
             messages[-1]["content"] = join_contents([messages[-1]["content"], note], "\n")
+        # Some templates refuse tool messages after a turn whose calls stayed in its text (`parse`).
         calls_are_in_text = "tool_calls" not in trajectory.messages[-1]
         if calls_are_in_text and not self.chat_template(self.stops).accepts(IN_TEXT):
-            # The template refuses tool messages after a plain turn, so a user's has the results.
             contents = [message["content"] for message in messages]
             messages = [{"role": "user", "content": join_contents(contents, "\n")}]
         return self.reply(trajectory, messages, images)
@@ -831,26 +762,22 @@ class ToolAgentLoop(AgentLoopBase):
     def _record_response(self, trajectory, name, response, n_images):
         """Counts a tool call, records its response's reward and metrics, and returns the response.
 
-        response: a ToolResponse or an exception. For an exception, and for a response that is
-        invalid, returns one with the error: the model reads it, and the rollout continues.
-        n_images: images in the rollout so far."""
+        response: a ToolResponse or an exception. Of an exception or an invalid response, the model
+        reads the error. n_images: images in the rollout so far."""
         is_known = name in self.tools  # the model may write any name
         if is_known:
             trajectory.count(f"tool_calls/{name}")
-        error = None
-        if isinstance(response, BaseException):
-            error = response
-        elif n_images + len(response.images) > self.args.max_images:
-            error = RefusedCallError(
-                f"no room for {len(response.images)} more images: {n_images} of "
-                f"{self.args.max_images} are there")
-        else:
-            try:
-                trajectory.record("tool", name, response.reward, response.metrics)
-            except ValueError as problem:
-                error = problem
-        if not error:
+        try:
+            if isinstance(response, BaseException):
+                raise response
+            n_more = len(response.images)
+            limit = self.args.max_images
+            if n_images + n_more > limit:
+                raise RefusedCallError(f"no room for {n_more} more images: {n_images} of {limit}")
+            trajectory.record("tool", name, response.reward, response.metrics)
             return response
+        except BaseException as raised:
+            error = raised
         kind = "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors"
         trajectory.count(kind)
         if is_known:
@@ -869,10 +796,8 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.count("tool_responses_cut")
         if not response.images:
             return text
-        content = [{"type": "image"} for _ in response.images]
-        if text:
-            content.insert(0, {"type": "text", "text": text})
-        return content
+        images = [{"type": "image"} for _ in response.images]
+        return join_contents([text, images], "") if text else images
 
     async def call_tool(self, trajectory, tool_call) -> ToolResponse:
         """Executes a tool call, and returns a ToolResponse whose images are loaded.
@@ -891,7 +816,13 @@ class ToolAgentLoop(AgentLoopBase):
         """Runs a tool's `execute`, after its `create`, and returns a ToolResponse."""
         async with self.creating[name]:  # parallel calls wait for the same `create`
             if name not in self.create_errors:
-                await self._create(trajectory, name)
+                cancelled = RuntimeError(f"the tool {name!r} was cancelled in its `create`")
+                self.create_errors[name] = cancelled
+                try:
+                    await self._tool_method(trajectory, name, "create")
+                    self.create_errors[name] = None
+                except Exception as error:
+                    self.create_errors[name] = error  # for every call of the tool
         if self.create_errors[name]:
             raise self.create_errors[name]
         response = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
@@ -912,15 +843,6 @@ class ToolAgentLoop(AgentLoopBase):
             metrics={**response.metrics, **(metrics or {})},
         )
 
-    async def _create(self, trajectory, name):
-        """Runs a tool's `create`. If that raises, the error is kept for every call of the tool."""
-        self.create_errors[name] = RuntimeError(f"the tool {name!r} was cancelled in its `create`")
-        try:
-            await self._tool_method(trajectory, name, "create")
-            self.create_errors[name] = None
-        except Exception as error:
-            self.create_errors[name] = error
-
     async def _tool_method(self, trajectory, name, method, *arguments):
         """Calls a method of a tool with its keyword arguments in the row's tools_kwargs."""
         kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs") or {}
@@ -938,8 +860,7 @@ class ToolAgentLoop(AgentLoopBase):
         return await in_time(method.__qualname__, self.args.tool_timeout, coroutine)
 
     async def interacting(self, trajectory):
-        """Lets the simulated user answer and reward the assistant's turn. Returns the next state:
-        `generating`, or None if the user is done or at a limit."""
+        """Lets the simulated user answer and reward the assistant's turn."""
         name = self.interaction.name
         done, text, reward, metrics = await self._ask_interaction(
             self.interaction.generate_response,
@@ -950,14 +871,14 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory.record("interaction", name, reward, metrics)
         text = "" if done and text is None else text
         text = checked_text(text, f"the text of interaction {name!r}")
-        at_user_limit = 0 < self.args.max_user_turns <= self.user_answers
+        at_user_limit = 0 < self.args.max_user_turns <= self.interaction_turns
         if not done and (at_user_limit or self._at_assistant_limit(trajectory)):
             trajectory.stop_reason = "max_turns"
             done = True
         if done:
             trajectory.extra["unread"] = text  # the policy never reads it; the report shows it
             return None
-        self.user_answers += 1
+        self.interaction_turns += 1
         return self.reply(trajectory, [{"role": "user", "content": text}])
 
     def reply(self, trajectory, messages, images=()):
@@ -967,9 +888,7 @@ class ToolAgentLoop(AgentLoopBase):
         return self.generating if fits else None
 
     async def close(self, trajectory):
-        """Releases the tools and the interaction, even after a failure or a cancellation.
-
-        Errors are counted, and not raised."""
+        """Releases the tools and the interaction. Errors are counted, and not raised."""
         closers = [self._call_at_end(trajectory, name, "release") for name in self.create_errors]
         if self.interaction:
             finalize = self.interaction.finalize
@@ -985,14 +904,11 @@ class CompactingLoop(ToolAgentLoop):
 
     When a reply of tools or of a user would bring prompt and response to compact_at tokens,
     SUMMARISE is appended to that reply, unless only one turn is left. The policy answers with a
-    summary. A new sequence then begins with the opening messages (system message and task), the
-    summary and CONTINUE:
+    summary, which is a turn and needs room in the window. A new sequence then begins with the
+    opening messages (system message and task), the summary and CONTINUE. The sequences are outputs
+    of one rollout and share its reward, so a summary is rewarded for what follows it.
 
-        processing_tools or interacting -> compacting -> generating ...
-
-    The sequences are outputs of one rollout and share its reward, so a summary is rewarded for what
-    follows it. It counts as a turn of the assistant. The request and the summary need room in the
-    window beyond compact_at."""
+        processing_tools or interacting -> compacting -> generating ..."""
 
     SUMMARISE = (
         "Your context is full. Call no tool now, but write a summary: what you did, what you found "
@@ -1012,8 +928,7 @@ class CompactingLoop(ToolAgentLoop):
         n_tokens = len(trajectory.prompt_ids) + len(trajectory.response_ids)
         for message in messages:
             n_tokens += len(self.tokenizer.encode(str(message["content"])))
-        limit = self.args.max_assistant_turns
-        is_last_turn = 0 < limit <= trajectory.assistant_turns + 1
+        is_last_turn = self._at_assistant_limit(trajectory, more=1)
         if is_last_turn or n_tokens < (self.args.compact_at or 0.75 * self.window):
             return super().reply(trajectory, messages, images)
         *others, last = messages
@@ -1047,12 +962,10 @@ class CompactingLoop(ToolAgentLoop):
 class Tool:
     """A tool with state or resources.
 
-    One instance serves all rollouts, so keep each rollout's state under its request_id.
-
-    Each rollout that calls the tool runs `create` once before the first `execute`,
-    `calc_reward` once at its end, and then `release`, even after a failure. Subclasses must
-    override `execute`, and set `name` and `schema` (the JSON schema of an OpenAI function) on
-    the class or the instance."""
+    One instance serves all rollouts, so keep each rollout's state under its request_id. Each
+    rollout that calls the tool runs `create` once before the first `execute`, `calc_reward` once at
+    its end, and then `release`, even after a failure. Subclasses must override `execute`, and set
+    `name` and `schema` (the JSON schema of an OpenAI function) on the class or the instance."""
 
     name: str
     schema: dict
@@ -1073,9 +986,7 @@ class Tool:
 
 
 class FunctionTool(Tool):
-    """A Python function as a tool (see `Signature`).
-
-    Raises BadInput if the function has no schema, or can't be called by it."""
+    """A Python function as a tool. Raises BadInput if it can't be one (see `Signature`)."""
 
     def __init__(self, function: Callable):
         self.function = function
@@ -1100,9 +1011,7 @@ _function_tool = functools.cache(FunctionTool)
 
 
 def as_tool(tool: Tool | Callable) -> Tool:
-    """Returns a Tool unchanged, and a function as a Tool (cached).
-
-    Raises BadInput for anything else, and for a function that can't be a tool."""
+    """Returns a Tool unchanged, and a function as a Tool (cached). Raises BadInput otherwise."""
     if isinstance(tool, Tool):
         return tool
     if not inspect.isroutine(tool):
@@ -1111,10 +1020,7 @@ def as_tool(tool: Tool | Callable) -> Tool:
 
 
 def row_kwargs(row: dict, name: str) -> dict:
-    """Returns a row's tools_kwargs or interaction_kwargs.
-
-    They are stored in a column of that name, or, as in verl, under that key of extra_info.
-    A row without them has {}."""
+    """Returns a row's tools_kwargs or interaction_kwargs, from a column or, as verl, extra_info."""
     extra_info = row.get("extra_info") or {}
     return row.get(name) or extra_info.get(name) or {}
 
@@ -1146,12 +1052,7 @@ class Interaction:
     async def start(self, request_id: str, **kwargs) -> str | None:
         """Returns a first user message, which follows the row's prompt, or None."""
 
-    async def generate_response(
-        self,
-        request_id: str,
-        messages: list[dict],
-        **kwargs,
-    ) -> tuple:
+    async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple:
         """Returns (done, text, reward, metrics).
 
         done: whether the rollout ends here. text: the next user message; if done, it may be None.
@@ -1165,8 +1066,8 @@ class Interaction:
 def task_interaction(task, kwargs: dict) -> Interaction | None:
     """Returns the task's interaction named kwargs["name"] or, without a name, its only one.
 
-    Returns None if the task has no interactions, or if kwargs are empty and it has several.
-    Raises BadInput for an unknown name, and for kwargs without a name if there are several."""
+    None if the task has no interactions, or if kwargs are empty and it has several. Raises BadInput
+    for an unknown name, and for kwargs without a name if there are several."""
     interactions = {each.name: each for each in getattr(task, "INTERACTIONS", None) or ()}
     name = kwargs.get("name")
     if name is None and len(interactions) < 2:

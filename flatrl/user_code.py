@@ -12,9 +12,7 @@ from flatrl.processes import use_gpu_of_rank
 from flatrl.shared_state import lock_tokenizers
 
 # A thread is started only if none is idle. A function that never returns keeps its thread.
-THREADS = ThreadPoolExecutor(
-    max_workers=1024, thread_name_prefix="user code", initializer=use_gpu_of_rank
-)
+THREADS = ThreadPoolExecutor(1024, "user code", use_gpu_of_rank)
 
 # The asyncio.Timeout of the running user code. Code that first waits for a person, or for its turn,
 # may postpone the deadline with `reschedule`.
@@ -30,10 +28,9 @@ class CallTimeoutError(TimeoutError):
 
 
 async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
-    """Awaits user code, and cancels it after `seconds`; 0: no deadline.
+    """Awaits user code, and cancels it after `seconds`, with CallTimeoutError; 0: no deadline.
 
-    Raises CallTimeoutError at the deadline, and whatever the code raises. What would end more than
-    this call, such as sys.exit or the code's own cancellation, becomes RuntimeError."""
+    What would end more than this call (sys.exit, a cancellation of its own) is a RuntimeError."""
 
     async def run():
         DEADLINE.set(deadline)
@@ -56,8 +53,7 @@ async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
 
 
 async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
-    """Runs a plain function in a thread. Raises what it raises, if a future can deliver that, else
-    RuntimeError."""
+    """Runs a plain function in a thread. What a future can't raise becomes RuntimeError."""
     lock_tokenizers()
     context = contextvars.copy_context()
 
@@ -81,9 +77,7 @@ async def call(function: Callable, /, *args, **kwargs) -> Any:
 
 
 def clean(text: str) -> str:
-    """Returns the text without TOKEN_BREAK, and with "?" for lone surrogates.
-
-    No tokenizer accepts these. They come from garbage bytes, or from "\\ud83d" in JSON."""
+    """Returns the text without TOKEN_BREAK, and with "?" for lone surrogates (JSON's "\\ud83d")."""
     return text.encode(errors="replace").decode().replace(TOKEN_BREAK, "")
 
 
@@ -95,9 +89,7 @@ def checked_text(text, name: str) -> str:
 
 
 def checked_number(value, name: str) -> float:
-    """Returns a number from user code as a float.
-
-    Raises ValueError, with `name`, for NaN, infinity and anything but a number."""
+    """Returns a finite number from user code as a float. Raises ValueError, with `name`, else."""
     try:
         number = float(value)
     except (TypeError, ValueError):
