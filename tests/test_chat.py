@@ -266,7 +266,7 @@ def test_turns_of_all_sub_agents_count(play):
 
 
 def test_a_call_without_a_reply_leaves_no_trace(play):
-    """The agent gave it up, or the engine failed: it asks again, and continues its conversation."""
+    """The agent gives it up, the engine fails, or the agent ends without waiting."""
 
     async def chat(client, prompt, **row):
         history = [*prompt, await ask(client, *prompt), user("More.")]
@@ -275,14 +275,18 @@ def test_a_call_without_a_reply_leaves_no_trace(play):
             await asyncio.wait_for(ask(client, *history), 0.01)
         with pytest.raises(RuntimeError, match="out of memory"):
             await ask(client, *history)
-        await ask(client, *history)
+        history.append(await ask(client, *history))
+        background.append(asyncio.ensure_future(ask(client, *history, user("Bye."))))
+        await asyncio.sleep(0.01)
         return 0.5
 
-    lines = ("plan", "yes", NEVER, RuntimeError("out of memory"), "done")
+    background = []
+    lines = ("plan", "yes", NEVER, RuntimeError("out of memory"), "done", NEVER)
     (helper, main), engine = play(chat, *lines)
     assert_output(helper, engine, (2, "yes" + END))
     assert_output(main, engine, (1, "plan" + END), user_turn("More."), (5, "done" + END))
     assert [helper.reward, main.reward] == [None, 0.5]
+    assert isinstance(background[0].exception(), OutOfBudget)
 
 
 def test_an_error_of_the_agent_drops_its_rollout_and_a_timeout_keeps_it(play):
