@@ -94,7 +94,8 @@ def _type_of(entry: Field) -> dict:
 def check_value(name: str, value, choices=(), low: float = 0, high: float = math.inf):
     """Raises BadInput unless a flag's value is allowed: see `flag`."""
     if isinstance(choices, tuple) and choices:
-        need(value in choices, f"--{name} {value}: choose from {', '.join(choices)}")
+        is_one = value is None or value in choices
+        need(is_one, f"--{name} {value}: choose from {', '.join(choices)}")
     elif isinstance(value, (int, float)):
         is_inside = low <= value <= high and value < math.inf
         bounds = f"from {low} to {high}" if high < math.inf else f"of at least {low}"
