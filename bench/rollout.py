@@ -10,9 +10,9 @@ prompts. --spread tail draws the lengths of turns from an exponential distributi
 """
 
 import itertools
-import statistics
 import tempfile
 import time
+from statistics import median
 from types import SimpleNamespace
 
 import common
@@ -99,10 +99,7 @@ def time_generate(run, rows: list[dict]) -> float:
 
     run.engine.core.reset_prefix_cache()
     lengths = run.task.lengths
-    prompts = []
-    for row in rows:
-        for _ in range(lengths.shape[1]):
-            prompts.append(render(run.tokenizer, row["prompt"]))
+    prompts = [render(run.tokenizer, row["prompt"]) for row in rows for _ in lengths[0]]
     said = [*rows[0]["prompt"], {"role": "assistant", "content": ""}]
     answer = [{"role": "user", "content": ANSWER}]
     suffix = chat_template(run.tokenizer).suffix(said, answer, stop=None)
@@ -145,9 +142,8 @@ def main() -> None:
             idle.append(share)
             print(f"round {i}: rollout {ours:.2f} s, generate {theirs:.2f} s", flush=True)
     del ratios[0], idle[0]  # the warm-up
-    share = statistics.median(idle)
-    print(f"ratio {common.spread(ratios)}, the engine is idle for {share:.1%} of a rollout")
-    common.write_rows(options.out, [{"ratio": common.of_rounds(ratios), "idle": share}])
+    print(f"ratio {common.spread(ratios)}, the engine is idle for {median(idle):.1%} of a rollout")
+    common.write_rows(options.out, [{"ratio": common.of_rounds(ratios), "idle": median(idle)}])
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@
     unshared    the same, with every trajectory as a sequence of its own
     bare        transformers' forward (sdpa) on whole rows, log-softmax, backward, AdamW
 
-All sides get the same 32 random trajectories on the CPU, and take turns in one process. First, all
-must give the same logprobs. The table has the seconds of scoring and of an update, and how many
-times flatrl's they are.
+All sides get the same 32 random trajectories on the CPU, give the same logprobs, and take turns in
+one process. The table has the seconds of scoring and of an update, and their ratio to flatrl's.
 """
 
 import operator
@@ -28,11 +27,6 @@ COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
 # Prompts, and the tokens of each prompt and response. With 32 prompts none is shared.
 CASES = [(4, 24, 64), (4, 24, 256), (4, 256, 64), (4, 256, 256), (4, 1024, 64), (32, 24, 64)]
 N_ROWS = 32
-WORKS = ("score", "update")
-LINE = (
-    "  {side:9} score {score_s:.3f} s, {score_ratio:.2f}"
-    "   update {update_s:.3f} s, {update_ratio:.2f}"
-)
 
 
 def share_nothing(batch: dict, rows: list[int]) -> data.MicroBatch:
@@ -52,10 +46,9 @@ def make_batch(n_prompts: int, P: int, R: int) -> dict:
         out = TokenOutput(answer, [0.0] * R, [0] * R, "length", prompt)
         outputs.append(common.as_output(prompt, out))
     batch = data.collate(outputs)
-    batch["unit_tokens"] = batch["response_mask"].sum(-1)  # every row is a unit
-    advantages = torch.randn(N_ROWS, 1, generator=generator)
-    batch["advantages"] = advantages.expand(-1, R).clone()
-    return batch
+    advantages = torch.randn(N_ROWS, 1, generator=generator).repeat(1, R)
+    # Every row is a unit.
+    return batch | {"unit_tokens": batch["response_mask"].sum(-1), "advantages": advantages}
 
 
 class Flatrl:
@@ -73,8 +66,7 @@ class Flatrl:
 
     def update(self, batch: dict) -> None:
         data.in_prefix_order = self.in_prefix_order
-        rows = range(N_ROWS)
-        step = (train.policy_objective, batch, COLUMNS, rows)
+        step = (train.policy_objective, batch, COLUMNS, range(N_ROWS))
         train.optimise(self.learner, *step, self.args, self.accelerator)
 
 
@@ -93,8 +85,7 @@ class Bare:
         for rows in torch.arange(N_ROWS).split(self.n_tokens // ids.shape[1]):
             output = self.model(ids[rows], use_cache=False, logits_to_keep=T + 1)
             logprobs = output.logits[:, :-1].log_softmax(-1)
-            chosen = ids[rows, -T:, None]
-            yield rows, logprobs.gather(-1, chosen)[..., 0]
+            yield rows, logprobs.gather(-1, ids[rows, -T:, None])[..., 0]
 
     @torch.no_grad()
     def score(self, batch: dict) -> torch.Tensor:
@@ -102,10 +93,9 @@ class Bare:
 
     def update(self, batch: dict) -> None:
         """Makes one optimiser step on the mean of -advantage * logprob over all tokens."""
-        n_tokens = batch["response_mask"].sum()
         for rows, logprobs in self.logprobs(batch):
-            loss = -(logprobs * batch["advantages"][rows]).sum() / n_tokens
-            loss.backward()
+            loss = -(logprobs * batch["advantages"][rows]).sum()
+            (loss / batch["response_mask"].sum()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -116,43 +106,43 @@ def measure(sides: dict, batch: dict, rounds: int) -> list[dict]:
     for side in sides.values():
         torch.testing.assert_close(side.score(batch), ours, rtol=0, atol=1e-3)
         side.update(batch)  # a warm-up
-    times = {(name, work): [] for name in sides for work in WORKS}
+    times = {(name, work): [] for name in sides for work in ("score", "update")}
     for _ in range(rounds):
         for (name, work), seconds in times.items():
-            method = getattr(sides[name], work)
-            seconds.append(common.seconds(method, batch))
+            seconds.append(common.seconds(getattr(sides[name], work), batch))
     rows = []
     for name in sides:
         row = {"side": name}
-        for work in WORKS:
-            seconds = times[name, work]
-            ratios = map(operator.truediv, seconds, times["flatrl", work])
-            row[f"{work}_s"] = statistics.median(seconds)
+        line = f"  {name:9}"
+        for work in ("score", "update"):
+            ratios = map(operator.truediv, times[name, work], times["flatrl", work])
+            row[f"{work}_s"] = statistics.median(times[name, work])
             row[f"{work}_ratio"] = statistics.median(ratios)
-        print(LINE.format(**row), flush=True)
+            line += f" {work} {row[f'{work}_s']:.3f} s, {row[f'{work}_ratio']:.2f}  "
+        print(line.rstrip(), flush=True)
         rows.append(row)
     return rows
 
 
 def main() -> None:
     """Builds the sides, and measures them in each case."""
-    parser = common.make_parser(__doc__, rounds=5, cases=len(CASES))
-    options = parser.parse_args()
+    options = common.make_parser(__doc__, rounds=5, cases=len(CASES)).parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = common.random_model(folder, **common.LARGER, max_position_embeddings=4096)
         args = train.Args(model=model)
         accelerator = common.start(args)
-        shared = Flatrl(args, accelerator, data.in_prefix_order)
-        unshared = Flatrl(args, accelerator, share_nothing)
-        sides = {"flatrl": shared, "unshared": unshared, "bare": Bare(args)}
+        sides = {
+            "flatrl": Flatrl(args, accelerator, data.in_prefix_order),
+            "unshared": Flatrl(args, accelerator, share_nothing),
+            "bare": Bare(args),
+        }
         for n_prompts, P, R in CASES[: options.cases]:
             print(f"{n_prompts} prompts of {P}, responses of {R} tokens", flush=True)
             args.max_response_tokens = R
-            batch = make_batch(n_prompts, P, R)
             case = {"prompts": n_prompts, "prompt_tokens": P, "response_tokens": R}
-            for row in measure(sides, batch, options.rounds):
-                rows.append(case | row)
+            measured = measure(sides, make_batch(n_prompts, P, R), options.rounds)
+            rows += [case | row for row in measured]
     common.write_rows(options.out, rows)
 
 

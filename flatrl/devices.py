@@ -15,19 +15,16 @@ from torch.utils._pytree import tree_map, tree_map_only
 from flatrl.bad_input import need, refusing
 from flatrl.processes import PATIENCE, ranks_of_host, use_gpu_of_rank
 
-# Options of accelerate's FSDP config that are implemented with one value only.
-FSDP_OPTIONS = {
+# What accelerate's config sets in the environment, and the only value that is implemented.
+IMPLEMENTED = {
+    "ACCELERATE_USE_DEEPSPEED": "false",
+    "ACCELERATE_USE_MEGATRON_LM": "false",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "false",
     "FSDP_VERSION": "2",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_OFFLOAD_PARAMS": "false",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
-}
-# What accelerate's config can ask for that is not implemented.
-NOT_IMPLEMENTED = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
 }
 # How long a process waits at the start for the launcher's other processes.
 MEETING_PATIENCE = datetime.timedelta(minutes=10)
@@ -38,13 +35,15 @@ GPU_PATIENCE = datetime.timedelta(minutes=30)
 def sharding(args) -> bool | str:
     """Returns the value of --shard; True also if accelerate's config asks for FSDP.
 
-    Raises BadInput if that config has options that are not implemented here."""
-    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return args.shard
-    for name, allowed in FSDP_OPTIONS.items():
+    Raises BadInput if that config asks for what is not implemented here."""
+    for name, allowed in IMPLEMENTED.items():
         value = os.environ.get(name, allowed).lower()
-        need(value == allowed, f"accelerate's config has {name.lower()} {value}: must be {allowed}")
-    return args.shard or True
+        need(
+            value == allowed,
+            f"accelerate's config has {name.lower()} {value}: must be {allowed}; run `accelerate "
+            "config` again, and choose FSDP or none (docs/scaling.md)",
+        )
+    return args.shard or parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def device_defaults(args, cuda: bool) -> dict:
@@ -151,12 +150,6 @@ def start_processes(args):
     Returns its accelerator, and a store that all ranks share. Raises BadInput if the device
     can't do what args ask for, if accelerate's config asks for more than FSDP, or if the ranks
     don't find each other."""
-    for name, part in NOT_IMPLEMENTED.items():
-        need(
-            not parse_flag_from_env(name),
-            f"accelerate's config asks for {part}, which is not implemented: run `accelerate "
-            "config` again, and choose FSDP or none (docs/scaling.md)",
-        )
     cpu_only = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     if not dist.is_initialized():
         if not cpu_only:

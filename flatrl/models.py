@@ -112,8 +112,7 @@ def load_for_training(auto_class: str, args, attention) -> nn.Module:
 def load_config(args):
     """Loads the model's configuration.
 
-    Raises BadInput if there is none, if the model is quantised, or if it has multi-head latent
-    attention, unless --allow_mismatch is given."""
+    Raises BadInput if there is none, if the model is quantised, or if it needs --dtype bfloat16."""
     is_path = args.model.startswith(("/", ".", "~")) or args.model.count("/") > 1
     need(os.path.isdir(args.model) or not is_path, f"{args.model}: there is no such folder")
     problem = "is neither a model folder nor a model that can be loaded"
@@ -123,11 +122,6 @@ def load_config(args):
         f"{args.model} is quantised: only unquantised weights can be trained",
     )
     text = config.get_text_config()
-    need(
-        args.allow_mismatch or not getattr(text, "kv_lora_rank", None),
-        f"{args.model} has multi-head latent attention, in which engine and trainer disagreed: "
-        "choose another, or --allow_mismatch",
-    )
     need(
         torch.cuda.is_available() or args.replay or args.dtype == "bfloat16" or not is_gdn(text),
         f"{args.model}: vLLM's CPU build computes gated delta nets in bfloat16 only: give --dtype "

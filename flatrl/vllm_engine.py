@@ -29,15 +29,7 @@ FIXED_ARGUMENTS = {
     ],
     # The engine gets W + s B A, and all that is trained is in A and B. Dropout is off, because the
     # trained policy must be the one that sampled.
-    "lora_args": [
-        "r",
-        "lora_dropout",
-        "lora_bias",
-        "bias",
-        "use_dora",
-        "modules_to_save",
-        "init_lora_weights",
-    ],
+    "lora_args": ["r", "lora_dropout", "use_dora", "bias", "modules_to_save", "init_lora_weights"],
     "chat_template_args": ["tools", "tokenize", "add_generation_prompt"],
     "sampling_args": ["temperature", "seed", "n", "stop_token_ids", "structured_outputs"],
     "eval_sampling_args": ["seed", "n", "stop_token_ids", "structured_outputs"],
@@ -212,6 +204,7 @@ def prepare_vllm(device, tp):
 def _patch_cpu_build():
     """Patches what colocation needs to be different in vLLM's CPU build."""
     import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as moe
+    import vllm.model_executor.layers.rotary_embedding.base as rotary
     import vllm.model_executor.models.config as models
     import vllm.model_executor.models.registry as registry
     import vllm.v1.sample.sampler as sampler
@@ -240,6 +233,16 @@ def _patch_cpu_build():
         verify(config)
 
     models.MambaModelConfig.verify_and_update_config = verify_without_prefix_cache
+
+    # Of (tokens, heads, D) tensors, as LFM2 and latent attention have, it rotates one head only.
+    rotate = rotary.RotaryEmbedding.forward_cpu
+
+    def rotate_all_heads(self, positions, query, key=None):
+        if query.ndim == 3:
+            return self.forward_native(positions, query, key)
+        return rotate(self, positions, query, key)
+
+    rotary.RotaryEmbedding.forward_cpu = rotate_all_heads
 
     # XIELU must compute in the model's dtype, not always in bfloat16.
     activation.XIELU.__init__ = functools.partialmethod(activation.XIELU.__init__, dtype=None)
