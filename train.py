@@ -960,7 +960,7 @@ def setup(args: Args) -> Run:
 
 
 def listeners(log: Log) -> list[Listener]:
-    """Returns those of LISTENERS that are in flatrl/. Raises BadInput if --tracker can't be used."""
+    """Returns those of LISTENERS that are in flatrl/. Raises BadInput if --tracker has none."""
     can_track = importlib.util.find_spec("flatrl.trackers")
     need(can_track or not log.args.tracker, "--tracker needs flatrl/trackers.py")
     found = []

@@ -82,6 +82,9 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(
     args = train.Args(model=str(tmp_path), temperature=0.9)
     args.gradient_checkpointing = model_type in ("mixtral", "stablelm")
     policy = train.Policy(args)
+    passes = []  # of a part of the first layer
+    part = [*policy.model.base_model.layers[0].children()][0]
+    part.register_forward_hook(lambda *_: passes.append(1))
     dropouts = [getattr(x.config, "attention_dropout", None) for x in (policy.model, reference)]
     assert dropouts[0] == dropouts[1]  # it is not trained with, and stays in the saved config
     if model_type == "cohere2":  # transformers' masks show one token less than it was trained with
@@ -102,6 +105,7 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(
         torch.testing.assert_close(found, logprobs[micro.rows], rtol=1e-5, atol=2e-5)
         (found * batch["weights"][micro.rows]).sum().backward()
     assert policy.is_packed == (n_tokens < batch["lengths"].sum())
+    assert len(passes) == len(micros) * (2 if args.gradient_checkpointing else 1)
     (logprobs * batch["weights"]).sum().backward()
     gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     assert len(gradients) > 8

@@ -29,7 +29,6 @@ from safetensors.torch import load_file
 from test_rollout import hf_logprobs
 from transformers import AutoModelForCausalLM
 
-import data
 import losses
 import train
 from agent_loop import BadInput
@@ -300,20 +299,6 @@ def test_truncated_trajectories_are_masked_out_of_the_loss(train_here, tmp_path,
         assert row["rollout/failed_reward"] + row["rollout/trajectories"] == 16
         assert row["stop_reason/length"] > 0.5
         assert (row["actor/grad_norm"] == 0) == (row["stop_reason/length"] == 1)
-
-
-def test_gradient_checkpointing_recomputes(tiny_model, process_group):
-    """It changes no gradient: see CASES of sharding_worker.py."""
-    data.register_packed_attention()
-    args = Args(model=tiny_model, gradient_checkpointing=True)
-    learner = train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
-    calls = []
-    attention = learner.net.model.model.layers[0].self_attn
-    attention.register_forward_hook(lambda *_: calls.append(1))
-    batch = batch_of(19)
-    packed = learner.net.pack(batch, data.in_prefix_order(batch, range(19)))
-    learner.wrapped(packed)["logprobs"].sum().backward()
-    assert len(calls) == 2
 
 
 def test_a_task_makes_its_optimisers(tiny_model, process_group):

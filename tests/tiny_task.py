@@ -3,8 +3,6 @@
 import asyncio
 import os
 import random
-import time
-from pathlib import Path
 
 from agent_loop import AgentLoopBase, register
 from examples import calculator
@@ -31,19 +29,13 @@ def build_model(path: str) -> None:
 
 @register("two_turns")
 class TwoTurns(AgentLoopBase):
-    """Two turns of at most eight tokens with a given question between them. From the step
-    TINY_TASK_BLOCKS_FROM on they make the file TINY_TASK_BLOCKS and block the event loop."""
+    """Two turns of at most eight tokens with a given question between them."""
 
     async def run(self, sampling_params, **row):
         trajectory = self.start(row)
         for turn in range(2):
             await self.assistant_turn(trajectory, {**sampling_params, "max_tokens": 8})
             if turn == 0:
-                first = int(os.environ.get("TINY_TASK_BLOCKS_FROM", 0))
-                file = os.environ.get("TINY_TASK_BLOCKS")
-                if file and row["step"] >= first and not row["validate"]:
-                    Path(file).touch()
-                    time.sleep(3600)
                 await self.between(trajectory)
                 ids = self.tokenizer("and?", add_special_tokens=False)["input_ids"]
                 trajectory.add_given(ids)
