@@ -172,8 +172,8 @@ def estimator(name: str) -> Callable:
         mask           (N, S) mask of the unit's outputs, laid end to end. A column with mask 0
                        precedes each turn: 0 1 1 0 1 is two turns of 2 and 1 tokens
                        (data.EndToEnd).
-        token_rewards  (N, S) the reward at each token, 0 elsewhere. The terminal reward is at
-                       the last mask-1 token.
+        token_rewards  (N, S) the reward at each token, the terminal one at the last mask-1 token;
+                       in column 0 if the unit has no such token. 0 elsewhere.
         values         (N, S) predictions of a critic. If you ask for values, a critic is trained.
         entropy, logprobs_old, logprobs_rollout, logprobs_ref, versions
                        (N, S) each, 0 where the mask is 0. versions: of the weights that sampled
