@@ -3,6 +3,7 @@
 The engine says its lines (see test_chat.py). A framework that is not installed is skipped."""
 
 import dataclasses
+import functools
 import json
 
 import anthropic
@@ -51,30 +52,26 @@ def endpoint(monkeypatch):
         endpoint.server.should_exit = endpoint.server.force_exit = True
 
 
-def player_of(client_class, endpoint, tokenizer):
-    """Returns play(agent, line, ...); the agent is called with (a client, the row's prompt)."""
-    play = player(tokenizer, EndpointLoop, "agent")
+@pytest.fixture
+def play(endpoint, tokenizer):
+    """play(agent, line, ...): the agent is called with (a client, the row's prompt)."""
+    play_url = player(tokenizer, EndpointLoop, "agent")
 
-    def play_http(agent, *lines, **how):
+    def play(agent, *lines, client_class=openai.AsyncOpenAI, **how):
         async def connected(base_url, api_key, row):
             async with client_class(base_url=base_url, api_key=api_key, max_retries=0) as client:
                 return await agent(client, row["prompt"])
 
-        outputs, engine = play(connected, *lines, **how)
+        outputs, engine = play_url(connected, *lines, **how)
         assert endpoint.clients == {}
         return outputs, engine
 
-    return play_http
+    return play
 
 
 @pytest.fixture
-def play(endpoint, tokenizer):
-    return player_of(openai.AsyncOpenAI, endpoint, tokenizer)
-
-
-@pytest.fixture
-def play_anthropic(endpoint, tokenizer):
-    return player_of(anthropic.AsyncAnthropic, endpoint, tokenizer)
+def play_anthropic(play):
+    return functools.partial(play, client_class=anthropic.AsyncAnthropic)
 
 
 def bearer(key: str) -> dict:
@@ -157,14 +154,11 @@ def test_a_reply_that_nobody_read_is_not_trained(play):
 # ---------------------------------------------------------------- chat completions
 
 
-async def create(client, messages, **how):
-    return await client.chat.completions.create(model="x", messages=messages, **how)
-
-
 def test_a_streamed_reply_ends_with_its_reason_and_usage(play, tokenizer):
     async def agent(client, prompt):
         how = dict(stream=True, stream_options={"include_usage": True}, tools=[CALCULATOR])
-        said, reason, usage = [chunk async for chunk in await create(client, prompt, **how)]
+        chunks = await client.chat.completions.create(model="x", messages=prompt, **how)
+        said, reason, usage = [chunk async for chunk in chunks]
         delta = said.choices[0].delta
         assert delta.content.strip() == "Hm."
         assert [call.index for call in delta.tool_calls] == [0, 1]
@@ -233,14 +227,13 @@ def test_responses_continue_as_one_output(play, tokenizer):
             made = response.output
             texts = [getattr(item, "arguments", "") or item.content[0].text for item in made]
             assert list(zip([item.type for item in made], texts)) == expected
-            deltas = [event.delta for event in events if event.type.endswith(".delta")]
-            assert deltas == texts
+            assert [event.delta for event in events if event.type.endswith(".delta")] == texts
             items += [item.model_dump() for item in made]
-            answer = user("Count.")
             if made[-1].type == "function_call":
-                answer = {"type": "function_call_output", "call_id": made[-1].call_id}
-                answer["output"] = "2"
-            items.append(answer)
+                told = {"type": "function_call_output", "output": "2"}
+                items.append(told | {"call_id": made[-1].call_id})
+            else:
+                items.append(user("Count."))
         assert (response.status, events[-1].type) == ("incomplete", "response.incomplete")
         assert response.usage.output_tokens == len(encode(tokenizer, "123"))
 
