@@ -13,7 +13,6 @@ import losses
 from agent_loop import LoopArgs, agent_loop_class
 from flatrl.bad_input import need, refusing
 from flatrl.devices import device_defaults
-from flatrl.files import absolute
 from flatrl.flags import check_value, flag, parse_flags
 from flatrl.log import steps_to_replay
 from flatrl.vllm_engine import check_arguments
@@ -266,10 +265,7 @@ class Args(LoopArgs):
                 setattr(self, name, value)
 
     def preset_values(self) -> dict:
-        """Returns the flags that --algo sets.
-
-        A --policy_loss that is not the preset's brings the clip bounds of the preset of its
-        own name."""
+        """Returns the flags that --algo sets. Another --policy_loss brings its own clip bounds."""
         base = PRESETS["grpo"]
         values = base | PRESETS.get(self.algo, {})
         if self.policy_loss not in (None, values["policy_loss"]):
@@ -279,15 +275,12 @@ class Args(LoopArgs):
         return values
 
     def sampling(self, validate: bool = False) -> dict:
-        """Returns vLLM's sampling parameters, in training or in an evaluation.
-
-        A `stop` is always a list. max_tokens is left to the agent loops."""
+        """Returns vLLM's sampling parameters; max_tokens is left to the agent loops."""
         is_greedy = validate and self.eval_samples == 1
         given = json.loads(self.eval_sampling_args if validate else self.sampling_args)
         parameters = {"temperature": 0.0 if is_greedy else self.temperature} | given
-        # vLLM takes a text or a list; agent loops may count on a list.
         if isinstance(parameters.get("stop"), str):
-            parameters["stop"] = [parameters["stop"]]
+            parameters["stop"] = [parameters["stop"]]  # agent loops may count on a list
         return parameters
 
     @property
@@ -309,11 +302,10 @@ class Args(LoopArgs):
 
     @property
     def usual_correction(self) -> str:
-        """The default of --rollout_correction.
+        """The default of --rollout_correction: a trust region for stale batches.
 
-        A stale batch needs a trust region. With several updates the clip of the ratio to
-        logprobs_old is one. With a single update that ratio is 1, and the clip of `ppo` is
-        measured from the engine's policy instead."""
+        With a single update the ratio to logprobs_old is 1, which ppo can't clip: it clips the
+        ratio to the engine's policy instead."""
         if not self.max_staleness:
             return "none"
         if self.policy_loss == "ppo" and self.updates_per_step == 1:
@@ -322,10 +314,8 @@ class Args(LoopArgs):
 
     @property
     def usual_clip_c(self) -> float:
-        """The default of --clip_c.
-
-        The ratio to the engine's policy can be in the hundreds at a rare token, and PPO's own
-        clip does not bound it where A < 0."""
+        """The default of --clip_c: PPO's own clip leaves the ratio to the engine's policy unbounded
+        where A < 0, and it can be in the hundreds at a rare token."""
         return 3.0 if self.rollout_correction.startswith("bypass") else 0.0
 
     @property
@@ -427,12 +417,10 @@ def check_flags_together(args: Args):
     prompts = args.prompts_per_step
     mini_batch = args.prompts_per_mini_batch or prompts
     need(prompts % mini_batch == 0,
-         f"--prompts_per_step {prompts} must be a multiple of "
-         f"--prompts_per_mini_batch {mini_batch}")
+         f"--prompts_per_step must be a multiple of --prompts_per_mini_batch {mini_batch}")
     need(args.clip_c == 0 or args.clip_c > 1, f"--clip_c {args.clip_c} must be 0 or exceed 1")
     need(args.kl_kind in losses.KL_ESTIMATES or args.kl_top > 0,
-         f"--kl_kind {args.kl_kind}: choose from {', '.join(losses.KL_ESTIMATES)}, or topK with a "
-         "number, as in top16")
+         f"--kl_kind {args.kl_kind}: choose from {', '.join(losses.KL_ESTIMATES)}, top1, top2, ...")
     need(not args.kl_top or args.kl_in == "loss",
          f"--kl_kind {args.kl_kind} is a loss, no reward of the sampled token: give --kl_in loss")
     need(not args.kl_coef or args.kl_in == "reward" or args.kl_kind != "k1",
@@ -447,12 +435,10 @@ def check_flags_together(args: Args):
     need(args.eval_samples == 1 or args.sampling(validate=True)["temperature"] != 0,
          f"--eval_samples {args.eval_samples} would be equal at temperature 0")
     need(args.window > args.max_prompt_tokens,
-         f"--max_model_len {args.max_model_len} leaves no room for a response to "
-         "--max_prompt_tokens")
+         f"--max_model_len {args.max_model_len} must exceed --max_prompt_tokens")
     # Forks and chat agents may fill the window.
     need((args.tokens_per_micro_batch or args.window) >= args.window,
-         f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
-         f"rollout: {args.window} tokens")
+         f"--tokens_per_micro_batch must be at least the longest rollout: {args.window} tokens")
 
     with refusing("--rollout_correction"):  # a trial on one token
         kind, low, high = args.correction
@@ -462,9 +448,8 @@ def check_flags_together(args: Args):
 
 
 def check_registered(args: Args):
-    """Raises BadInput where flags do not fit the estimator, the objective or the agent loop.
-
-    The task file is loaded by now, and may have registered its own."""
+    """Raises BadInput where flags do not fit estimator, objective or agent loop, which the task
+    file has registered by now."""
     agent_loop_class({}, None, args)
     check_value("adv_estimator", args.adv_estimator,
                 (*losses.ESTIMATORS, "or your own, by @estimator in the task file"))
@@ -519,10 +504,9 @@ def check_effects(args: Args):
 
 
 def complete_flags(args: Args, cuda: bool):
-    """Gives each flag that the user left open its value, and makes paths absolute.
+    """Gives each flag that the user left open its value.
 
-    The values depend on the device, on files and on other flags. Left to train.check_input are
-    args.task and, if the task builds the model, args.model."""
+    Left to train.check_input are args.task and, if the task builds the model, args.model."""
     vars(args).update(device_defaults(args, cuda))
     is_tiny = not args.model  # the task's own
     args.fill({
@@ -533,11 +517,5 @@ def complete_flags(args: Args, cuda: bool):
         "max_model_len": args.window,
     })
     args.output_dir = os.path.realpath(os.path.expanduser(args.output_dir))
-    for name in ("model", "ref_model", "replay"):
-        setattr(args, name, absolute(getattr(args, name)))
-    for name in ("train_files", "val_files"):
-        files = getattr(args, name)
-        if files:
-            setattr(args, name, list(map(absolute, files)))
     if args.replay:
         args.num_steps = steps_to_replay(args)

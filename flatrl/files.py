@@ -2,18 +2,8 @@
 
 import contextlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-
-def absolute(path: str | None) -> str | None:
-    """Returns the real path of an existing file, because a tool may change the directory.
-
-    Anything else may be a name on a hub, and is returned as it is."""
-    if path and os.path.exists(path):
-        return os.path.realpath(path)
-    return path
 
 
 def write_whole(file: Path, *texts: str):
