@@ -401,8 +401,12 @@ class Engine:
 
         results = []
         for request in added:
+            prompt = {"prompt_token_ids": request.prompt_ids}
+            if request.images:
+                prompt["multi_modal_data"] = {"image": request.images}
             try:
-                self._admit(request)
+                self.core.add_request(request.call_id, prompt, sampling_params(request.params))
+                self.running[request.call_id] = request
             except Exception as error:  # of any type; only this request fails
                 results.append((request, ValueError(str(error))))
 
@@ -420,14 +424,6 @@ class Engine:
         if results and self.leader:  # on followers `future` is None
             loop = results[0][0].future.get_loop()
             loop.call_soon_threadsafe(hand_out)
-
-    def _admit(self, request):
-        """Hands a request to vLLM."""
-        prompt = {"prompt_token_ids": request.prompt_ids}
-        if request.images:
-            prompt["multi_modal_data"] = {"image": request.images}
-        self.core.add_request(request.call_id, prompt, sampling_params(request.params))
-        self.running[request.call_id] = request
 
     def _result(self, request, output) -> TokenOutput:
         """Returns what a finished request sampled, and counts its tokens."""
