@@ -115,99 +115,85 @@ def test_an_estimator_gets_what_its_parameters_name(registries):
 
     old = torch.where(MASK.bool(), 2.0, math.nan)
     greedy = output(4, 0, "1", 9.0)
-    advantages, _ = estimated([greedy], adv_estimator="spy", turn_discount=0.5, logprobs_old=old)
-    close(advantages[:, 1], torch.tensor([1.5, -2.75, -2.75, 0.0, 0.0]))  # one output lacks it
+    estimated([greedy], adv_estimator="spy", turn_discount=0.5, logprobs_old=old)
     close(got["rewards"], REWARDS)
     close(got["token_rewards"].sum(1), REWARDS)
     close(got["baselines"], torch.tensor([math.nan, math.nan, 9, 9]), equal_nan=True)
     assert got["groups"].tolist() == [0, 0, 4, 4]
     assert got["lengths"].tolist() == got["mask"].sum(1).tolist() == [4, 5, 1, 7]
-    assert len(got["states"]) == 6  # 2, 2, 1 and 1 turns
-    assert list(got["parts"]) == ["acc"]  # without the score, which is the outcome
-    missing = [math.nan] * 2
-    close(got["parts"]["acc"], torch.tensor([*missing, 1, math.nan]), equal_nan=True)
+    assert len(got["states"]) == 6 and got["outputs"] == OUTPUTS  # 2, 2, 1 and 1 turns
+    (acc,) = got["parts"].values()  # without the score, which is the outcome
+    close(acc, torch.tensor([math.nan, math.nan, 1, math.nan]), equal_nan=True)
     close(got["logprobs_rollout"], -got["mask"])
     close(got["logprobs_old"], 2 * got["mask"])
-    assert got["args"].turn_discount == 0.5 and got["more"] == 7
-    assert [got["step"], got["num_steps"]] == [3, 40] and got["outputs"] == OUTPUTS
+    assert [got["step"], got["num_steps"], got["args"].turn_discount, got["more"]] == [
+        3,
+        40,
+        0.5,
+        7,
+    ]
 
 
-def test_an_objective_gets_clean_inputs_and_its_garbage_at_mask_0_does_not_count(registries):
-    got = {}
-
-    @losses.objective("mine")
-    def mine(ratio, entropy, advantages, mask, clip_high, clip_c, args):
-        got.update(locals())
-        loss = -advantages * ratio**2 - args * entropy
-        stats = {"bound": torch.full_like(ratio, clip_high * clip_c), "clipfrac": ratio > 1}
-        return loss + torch.where(mask, 0, math.nan), stats
-
-    logprobs = torch.tensor([[-1, math.nan, -2]]).requires_grad_()
-    logprobs_old = torch.tensor([[-2, math.nan, -2]])
-    advantages = torch.tensor([[3, math.nan, -1]])
-    entropy = torch.tensor([[0.5, math.nan, 1]]).requires_grad_()
-    loss, stats = losses.policy_loss(
-        "mine", logprobs, logprobs_old, advantages, torch.tensor([[1, 0, 1]]),
-        clip_low=0.2, clip_high=0.5, clip_c=3.0, entropy=entropy, args=0.1,
-    )  # fmt: skip
-    assert got["entropy"].tolist() == [[0.5, 0, 1]]
-    close(loss, torch.tensor([[-3 * math.e**2 - 0.05, 0, 1 - 0.1]]))
-    grads = torch.autograd.grad(loss.sum(), [logprobs, entropy])
-    close(grads[0], torch.tensor([[-6 * math.e**2, 0, 2]]))
-    close(grads[1], torch.tensor([[-0.1, 0, -0.1]]))
-    assert stats["bound"].tolist() == [[1.5, 0, 1.5]]
-    assert stats["clipfrac"].tolist() == [[1, 0, 0]]
-
-
-def test_an_objective_gets_what_the_estimator_found_in_the_whole_batch(registries):
+def test_batch_stats_reach_the_objective_as_columns(registries):
     stats = {}
     losses.estimator("found")(lambda rewards, mask: (rewards, stats))
     losses.objective("seen")(lambda logprobs, batch_stats: batch_stats["units"] + logprobs)
     flags = {"adv_estimator": "found", "policy_loss": "seen"}
-    with pytest.raises(BadInput, match="seen asks for batch_stats: --adv_estimator found gives"):
-        estimated(**flags)
-    stats["tokens"] = torch.zeros(5)
-    with pytest.raises(BadInput, match=r"gives batch_stats/tokens of the shape \(5,\)"):
-        estimated(**flags)
+    for said in ("seen asks for batch_stats: --adv_estimator found", "batch_stats/tokens of the"):
+        with pytest.raises(BadInput, match=said):
+            estimated(**flags)
+        stats["tokens"] = torch.zeros(5)  # neither units nor tokens
     stats |= {"tokens": data.make_batch(OUTPUTS).layout.mask > 0, "units": REWARDS, "batch": 0.5}
     _, batch = estimated(**flags)
     assert batch["batch_stats/tokens"].equal(MASK)
     close(batch["batch_stats/units"], MASK * REWARDS[[0, 1, 1, 2, 3], None])
     close(batch["batch_stats/batch"], MASK / 2)
 
-    names = ("advantages", "response_mask", "logprobs_rollout")
-    columns = dict.fromkeys(names, MASK) | {"batch_stats/units": batch["batch_stats/units"]}
-    scores = {"logprobs": -MASK, "entropy": MASK}
-    loss, _ = train.policy_objective(scores, columns, Args(**flags))
-    close(loss, batch["batch_stats/units"] - MASK)
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_objective_gets_clean_inputs_and_may_weigh_imitation(registries, asks):
+    """Two tokens are sampled, the one between them is garbage, and the last is demonstrated."""
+    got = {}
 
-@pytest.mark.parametrize("asks", [False, True])
-def test_imitation_is_minus_log_pi_unless_the_objective_weighs_it(registries, asks):
-    """The last two of four tokens are demonstrated, the first is sampled."""
+    @losses.objective("mine")
+    def mine(
+        logprobs, ratio, entropy, advantages, mask, demonstrated, clip_high, clip_c, batch_stats,
+        step, num_steps, state, args,
+    ):  # fmt: skip
+        got.update(locals())
+        loss = -advantages * ratio**2 - args.lam * entropy
+        loss = torch.where(demonstrated, -step / num_steps * logprobs, state["factor"] * loss)
+        stats = {"bound": batch_stats["x"] * clip_high * clip_c, "clipfrac": ratio > 1}
+        return loss + torch.where(mask | demonstrated, 0, math.nan), stats
 
-    @losses.objective("weighs")
-    def weighs(logprobs, advantages, mask, demonstrated, step, num_steps, state):
-        assert torch.equal(mask, ~demonstrated & (logprobs != 0))
-        return torch.where(demonstrated, -step / num_steps * logprobs, state["weight"] * advantages)
-
-    logprobs = torch.tensor([[-1.0, math.nan, -2, -3]]).requires_grad_()
+    logprobs = torch.tensor([[-1, math.nan, -2, -3]]).requires_grad_()
     columns = {
-        "advantages": torch.tensor([[5.0, math.nan, 0, 0]]),
-        "response_mask": torch.tensor([[1.0, 0, 0, 0]]),
-        "imitation_mask": torch.tensor([[0.0, 0, 1, 1]]),
-        "logprobs_rollout": torch.zeros(1, 4),
+        "logprobs_old": torch.tensor([[-2, math.nan, -2, -3]]),
+        "logprobs_rollout": torch.tensor([[-1, math.nan, -2, 0]]),
+        "advantages": torch.tensor([[3, math.nan, -1, 0]]),
+        "response_mask": torch.tensor([[1, 0, 1, 0]]),
+        "imitation_mask": torch.tensor([[0, 0, 0, 1]]),
+        "batch_stats/x": torch.tensor([[1, 0, 2, 0.0]]),
     }
-    # Weights of a correction, the entropy and the KL are not for imitation.
-    flags = {"rollout_correction": "tis", "entropy_coef": 0.5}
-    args = Args(policy_loss="weighs" if asks else "reinforce", num_steps=10, **flags)
-    scores = {"logprobs": logprobs, "entropy": torch.ones(1, 4)}
-    loss, _ = train.policy_objective(scores, columns, args, step=4, state={"weight": 2.0})
-    weight = math.exp(-1)
-    first, factor = (10.0, 0.4) if asks else (5.0, 1)
-    close(loss[:, [0, 2, 3]], torch.tensor([[first * weight - 0.5, 2 * factor, 3 * factor]]))
-    (gradient,) = torch.autograd.grad(loss[0, [0, 2, 3]].sum(), logprobs)
-    close(gradient, torch.tensor([[0 if asks else -5 * weight, 0, -factor, -factor]]))
+    scores = {"logprobs": logprobs, "entropy": torch.tensor([[0.5, math.nan, 1, 2]])}
+    # The weights of the correction, 1 / e and 1, and the entropy bonus are not for imitation.
+    flags = {"rollout_correction": "tis", "entropy_coef": 0.25, "clip_high": 0.5, "clip_c": 3.0}
+    args = Args(policy_loss="mine" if asks else "reinforce", num_steps=10, lam=0.1, **flags)
+    loss, stats = train.policy_objective(scores, columns, args, 4, {"factor": 2.0})
+    weights = torch.tensor([[1 / math.e, 0, 1, 0]])
+    plain, slopes = torch.tensor([[3.0, 0, -2, 0]]), torch.tensor([[-3.0, 0, 1, 0]])
+    if asks:
+        assert got["entropy"].tolist() == [[0.5, 0, 1, 2]]
+        assert stats["bound"].tolist() == [[1.5, 0, 3, 0]]
+        assert stats["clipfrac"].tolist() == [[1, 0, 0, 0]]
+        plain = 2 * torch.tensor([[-3 * math.e**2 - 0.05, 0, 1 - 0.1, 0]])
+        slopes = 2 * torch.tensor([[-6 * math.e**2, 0, 2, 0]])
+    imitation = torch.tensor([[0, 0, 0, 0.4 if asks else 1]])
+    on = [0, 2, 3]
+    bonus = 0.25 * torch.tensor([[0.5, 0, 1, 0]])
+    close(loss[:, on], (plain * weights - bonus + 3 * imitation)[:, on])
+    (gradient,) = torch.autograd.grad(loss[:, on].sum(), logprobs)
+    close(gradient[:, on], (slopes * weights - imitation)[:, on])
 
 
 def test_remax_subtracts_the_greedy_reward_and_a_missing_one_teaches_nothing():

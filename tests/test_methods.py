@@ -1,7 +1,5 @@
 """examples/methods.py: each method by hand, and all together in a run that is cut and resumed."""
 
-import asyncio
-import json
 import math
 import shutil
 
@@ -136,29 +134,6 @@ def test_a_process_reward_counts_from_its_turn_on():
     outcomes = torch.tensor([[0.0, 0, 0, 1], [0, 0, 2, 0], [0, 0, 0, 0]])
     advantages = methods.prm(outputs, outcomes, mask, Args())
     assert advantages.tolist() == [[0, 1.5, 0, 1.5], [0, 2.5, 2.5, 0], [0, 0, 0, 0]]
-
-
-def test_the_judge_of_a_group_reads_all_its_trajectories(monkeypatch):
-    async def ask(question):
-        lines = question.splitlines()[2:]
-        assert [json.loads(line)[0]["content"] for line in lines] == ["a\nb", "[c]"]
-        return "The [first] is better.\n[1, 0.25]"
-
-    monkeypatch.setattr(methods, "ask", ask)
-    outputs = [output_of([1], messages=[{"content": text}]) for text in ("a\nb", "[c]")]
-    assert asyncio.run(methods.ruler(outputs, [{}, {}])) == [1.0, 0.25]
-
-
-def test_muon_takes_the_layers_matrices(tiny_model):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    muon, adam = methods.muon(model, Args(lr=0.5))
-    shapes = {p.shape for p in muon.param_groups[0]["params"]}
-    assert model.lm_head.weight.shape not in shapes and model.model.norm.weight.shape not in shapes
-    taken = [p for group in (*muon.param_groups, *adam.param_groups) for p in group["params"]]
-    assert len(set(taken)) == len(taken) == len(list(model.parameters()))
-    assert {group["lr"] for group in (*muon.param_groups, *adam.param_groups)} == {0.5}
 
 
 def test_a_guess_is_as_good_as_what_it_adds_to_the_value():
