@@ -569,7 +569,8 @@ def place_rewards(batch: Batch, terminal: N) -> NS:
             place = nearest_place[token]
             rewards[unit, place] += reward
 
-    last_places = losses.last_places(layout.mask)  # (N,), 0 in a unit without sampled tokens
+    places = torch.arange(layout.mask.shape[1])
+    last_places = (layout.mask * places).long().amax(1)  # (N,), 0 without sampled tokens
     rewards[torch.arange(len(terminal)), last_places] += terminal
     return rewards
 

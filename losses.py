@@ -76,7 +76,7 @@ def _ratio(log_ratio):
 
 
 def _as_float(values):
-    """Converts integers to floats, and leaves floating-point values alone."""
+    """Converts integers to floats."""
     return values.to(torch.result_type(values, 1.0))
 
 
@@ -119,12 +119,6 @@ def turn_ends(mask: Tokens) -> Tokens:
     """Returns a bool mask of the last token of each turn."""
     mask = mask.bool()
     return mask & ~torch.nn.functional.pad(mask, (-1, 1))  # the mask, shifted left by one
-
-
-def last_places(mask: NS) -> N:
-    """Returns the place of each row's last mask-1 token; 0 for a row without any."""
-    places = torch.arange(mask.shape[1], device=mask.device)
-    return torch.where(mask.bool(), places, 0).amax(1)
 
 
 def _check_choice(name, value, choices):
@@ -251,9 +245,8 @@ def gae(
         A_t      = delta_t + gamma lam A_{t+1}
         target_t = A_t + V_t
 
-    See arXiv 1506.02438, eq. 16. Here t+1 is the next mask-1 token: tokens of tools and users
-    are skipped. After the last mask-1 token, V and A are 0. At the last token of a turn, gamma is
-    multiplied by turn_discount: with gamma 1, rewards are discounted only once per turn."""
+    See arXiv 1506.02438, eq. 16. Here t+1 is the next mask-1 token. After the last one, V and A
+    are 0. At the last token of a turn, gamma is multiplied by turn_discount."""
     mask, rewards, values = _masked(mask, rewards, values)
     advantages = torch.zeros_like(rewards + values)  # the dtype of both
 
@@ -345,9 +338,7 @@ def gigpo_advantages(rewards: NS, mask: NS, states: Turns, turn_discount: float)
 
     r_j is the reward of turn j of a unit. All tokens of a turn get its A. A turn gets 0 if no
     other turn met its state. The paper adds the units' own advantages to the result.
-
-    states: an integer for each turn, those of unit 0 first. Equal integers mean the same state in
-    the same group."""
+    states: an integer for each turn, those of unit 0 first; one for each state and group."""
     mask = mask.bool()
     starts = turn_starts(mask)  # (N, S)
     # Within a turn nothing is discounted, so the return at its first token is R_k.
@@ -385,10 +376,9 @@ def opo_advantages(rewards: N, groups: N, lengths: N) -> N:
 
         A_i = r_i - sum_G(len r) / sum_G(len)
 
-    lengths: the number of mask-1 tokens of each unit. Weighting by it gives the baseline with
-    the least variance. A group with one member gets 0."""
-    # Centered first, so that equal rewards give 0 and not a rounding error.
-    centered, _ = _center(rewards, groups)
+    lengths: the mask-1 tokens of each unit. Weighting by them gives the baseline with the least
+    variance. A group with one member gets 0."""
+    centered, _ = _center(rewards, groups)  # first, so that equal rewards give no rounding error
     lengths = lengths.double()
     weighted = group_sum(lengths * centered, groups)
     baseline = weighted / group_sum(lengths, groups).clamp(min=1)
@@ -563,8 +553,7 @@ def _cispo(logprobs, ratio, advantages, clip_low, clip_high):
 
         -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi
 
-    clip_high 0.28 means a cap of 1.28, as in verl and slime. Tokens beyond the bounds keep a
-    gradient."""
+    clip_high 0.28 means a cap of 1.28, as in verl and slime."""
     weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
     loss = -weight * advantages * logprobs
     return loss, {"clipfrac": weight != ratio}
@@ -576,8 +565,7 @@ def _sapo(ratio, advantages, clip_low, clip_high):
 
         -A sigmoid(tau (r - 1)) 4 / tau
 
-    tau is a temperature, not a bound: clip_high (paper: 1.0) if A > 0, else clip_low (paper:
-    1.05)."""
+    tau is clip_high (paper: 1.0) if A > 0, else clip_low (paper: 1.05): no bounds."""
     tau = torch.full_like(ratio, clip_low)
     tau.masked_fill_(advantages > 0, clip_high)
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
@@ -813,10 +801,9 @@ def aggregate(
 
 
 def count_sequences(mask: BT, unit_tokens: B | None = None) -> Tensor:
-    """Counts the rows or, with unit_tokens, the units that have mask-1 tokens.
+    """Counts the rows with mask-1 tokens or, with unit_tokens (see `aggregate`), the units.
 
-    unit_tokens: see `aggregate`. Each row counts as its share of its unit's tokens, so the rows
-    of a unit add up to 1."""
+    Each row counts as its share of its unit's tokens, so the rows of a unit add up to 1."""
     lengths = mask.bool().sum(-1)  # (B,)
     whole = lengths if unit_tokens is None else unit_tokens
     return (lengths.double() / whole.clamp(min=1)).sum()

@@ -219,11 +219,6 @@ def test_token_estimators_use_turn_rewards_where_they_fall():
 
 
 def test_a_turns_state_is_what_the_reward_function_gave_or_its_index():
-    def alike() -> list[int]:
-        """For each turn's state, where it was first met."""
-        states = data.turn_states(outputs, turns).tolist()
-        return [states.index(state) for state in states]
-
     outputs = [
         output(0, 0, "11001", 0.0),
         output(0, 0, "1", 0.0, segment=1),  # the states of a unit go over its outputs
@@ -231,15 +226,15 @@ def test_a_turns_state_is_what_the_reward_function_gave_or_its_index():
         output(0, 1, "1", 0.0, segment=1, unit="other"),  # and of another group
         output(3, 0, "1", 0.0),
     ]
-    turns = [3, 2, 1, 1]
-    assert alike() == [0, 1, 2, 0, 1, 5, 6]
-    states = ["a", "b"], ["a"], [["b", 1], "a"], ["a"], ["a"]
-    for each, of_output in zip(outputs, states, strict=True):
-        each.metrics["states"] = of_output
-    assert alike() == [0, 1, 0, 3, 0, 5, 6]
+    given = ["a", "b"], ["a"], [["b", 1], "a"], ["a"], ["a"]
+    for metrics, expected in ([[]] * 5, [0, 1, 2, 0, 1, 5, 6]), (given, [0, 1, 0, 3, 0, 5, 6]):
+        for each, states in zip(outputs, metrics):
+            each.metrics["states"] = states
+        states = data.turn_states(outputs, [3, 2, 1, 1]).tolist()
+        assert [states.index(state) for state in states] == expected  # where each was first met
     # A salted hash would give other labels on other ranks, and after a resume.
     assert data.by_unit(outputs).groups.tolist() == [0, 0, 2504016390986559382, 3]
-    assert data.turn_states(outputs, turns)[0] == 2261447073808772132
+    assert states[0] == 2261447073808772132
 
 
 def test_whitening_is_over_the_tokens_of_the_batch():
@@ -261,19 +256,18 @@ def test_scores_follow_the_outputs_whose_reward_came():
 
 
 def test_a_single_asynchronous_update_clips_the_ratio_to_the_engine():
-    """Ratios 1.1, 1.3, 0.7, 1.3 and 1,280 to the engine's probabilities, all of them 0.0005."""
-    ratios = torch.tensor([[1.1, 1.3, 0.7, 1.3, 1280.0]], dtype=torch.float64)
+    ratios = torch.tensor([[1.1, 1.3, 0.7, 1.3, 1280.0]])  # the engine's probabilities are 0.0005
     logprobs = (ratios * 0.0005).log().requires_grad_()
-    scores = {"logprobs": logprobs, "entropy": 0 * logprobs}
     columns = {
         "logprobs_rollout": torch.full_like(ratios, 0.0005).log(),
-        "advantages": torch.tensor([[1.0, 1, -1, -1, -1]], dtype=torch.float64),
+        "advantages": torch.tensor([[1.0, 1, -1, -1, -1]]),
         "response_mask": torch.ones_like(ratios),
     }
     args = Args(max_staleness=2, kl_coef=0.1, kl_in="reward")  # clips at 0.2 and, for A < 0, at 3
+    scores = {"logprobs": logprobs, "entropy": 0 * logprobs}
     loss, stats = train.policy_objective(scores, columns, args)
-    close(loss, torch.tensor([[-1.1, -1.2, 0.8, 1.3, 3.0]], dtype=torch.float64))
+    close(loss, torch.tensor([[-1.1, -1.2, 0.8, 1.3, 3.0]]))
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    close(gradient, torch.tensor([[-1.1, 0, 0, 1.3, 0]], dtype=torch.float64))
+    close(gradient, torch.tensor([[-1.1, 0, 0, 1.3, 0]]))
     close(stats["ratio"], ratios)
     assert stats["clipfrac"].tolist() == [[0, 1, 1, 0, 0]]
