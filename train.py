@@ -404,7 +404,7 @@ def move_reference(run: "Run"):
     """Moves the reference's weights by the share --ref_update to the policy's."""
     if run.args.moves_reference:
         for old, new in zip(run.reference.parameters(), run.policy.net.parameters(), strict=True):
-            old.lerp_(new, run.args.ref_update)
+            old.add_(new - old, alpha=run.args.ref_update)
 
 
 def update_policy(run: "Run", batch: data.Batch, rows: list[int], step: int) -> dict[str, float]:
