@@ -157,6 +157,7 @@ def test_policy_loss_and_its_gradient(kind, clips):
     close(grad_of(loss, inputs[0]), grad_of(want, inputs[0]))
     # The others are constants, even if the caller forgot to detach them.
     assert torch.autograd.grad(loss.sum(), inputs[1:], allow_unused=True) == (None, None)
+    assert not any(stat.requires_grad for stat in stats.values())
 
 
 @pytest.mark.parametrize("kind, clipfrac, log_ratio_of_row", [
