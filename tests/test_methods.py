@@ -1,11 +1,12 @@
 """examples/methods.py: each method by hand, and all together in a run that is cut and resumed."""
 
+import json
 import math
 import shutil
 
 import pytest
 import torch
-from conftest import REPO, TINY, metrics_of, output_of
+from conftest import REPO, TINY, metrics_of, output_of, rollouts_of
 from safetensors.torch import load_file
 
 from examples import methods
@@ -71,6 +72,9 @@ def test_every_door_in_one_run_by_micro_batches_and_resumed(train_here, tmp_path
     rows = metrics_of(out)
     assert [row["rollout/demonstrations"] for row in rows] == [2, 2]
     assert all(0 < row["actor/chosen"] < 0.1 and row["actor/kl"] > 0 for row in rows[1:])
+    for line in rollouts_of(out, 2):  # the judge saw the whole group
+        messages = json.dumps(line["messages"])
+        assert line["reward"] == pytest.approx(sum(map(str.isdigit, messages)) / len(messages))
     replay = [*flags, "--replay", out, "--tokens_per_micro_batch", "100", "--output_dir", again]
     train_here(*replay)
     names = ["actor/loss", "actor/imitation_loss", "actor/grad_norm", "actor/kl", "actor/chosen"]
