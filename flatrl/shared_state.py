@@ -1,7 +1,7 @@
 """The state of the process, which user code in threads must not share: its streams and others.
 
-Importing this module replaces functions of Python. Outside the main thread, where tools and rewards
-run,
+Importing this module replaces functions of Python. In other threads than the main one and in
+coroutines, where tools and rewards run,
 - code that replaces sys.stdout or sys.stderr, as contextlib.redirect_stdout does, replaces it for
   itself and the threads that it starts;
 - alarms and os.chdir are refused. math_verify and others limit their time by SIGALRM. In a thread
@@ -9,6 +9,7 @@ run,
 
 os._exit is an error in the whole process, which would end with the user's exit code."""
 
+import asyncio
 import contextvars
 import functools
 import os
@@ -33,8 +34,13 @@ PROCESS = os.getpid()
 
 
 def in_main_thread() -> bool:
-    """Returns whether the main thread, which runs no user code during a rollout, calls this."""
+    """Returns whether the main thread calls this."""
     return threading.current_thread() is threading.main_thread()
+
+
+def in_rollout() -> bool:
+    """Returns whether a thread or a coroutine calls this, as those of a rollout are."""
+    return not in_main_thread() or asyncio._get_running_loop() is not None
 
 
 # ---------------------------------------------------------------- what is refused
@@ -58,7 +64,7 @@ def _signal(number, handler):
 
 def _chdir(path):
     """Replaces os.chdir, which would move all threads to the folder."""
-    if not in_main_thread():
+    if in_rollout():
         REFUSED.add("os.chdir")
         raise RuntimeError(f"os.chdir in a thread: {REMEDIES['os.chdir']}")
     CHDIR(path)
@@ -87,10 +93,10 @@ class _Stream:
         return self.own.get(self.of_process)
 
     def __set__(self, module, stream):
-        if in_main_thread():
-            self.of_process = stream
-        else:
+        if in_rollout():
             self.own.set(stream)
+        else:
+            self.of_process = stream
 
     def __getattr__(self, name):
         return getattr(self.__get__(sys), name)

@@ -119,7 +119,7 @@ def in_threads(function, *arguments) -> list:
     return asyncio.run(together())
 
 
-def test_what_a_thread_prints_is_its_own():
+def test_what_code_prints_is_its_own():
     here = threading.Barrier(2)
 
     def says(word):
@@ -133,13 +133,23 @@ def test_what_a_thread_prints_is_its_own():
             here.wait(HANGS)
         return said.getvalue()
 
+    async def says_later(word):
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            await asyncio.sleep(0)
+            print(word)
+        return said.getvalue()
+
+    async def together():
+        return await asyncio.gather(says_later("a"), says_later("b"))
+
     before = sys.stdout
+    assert asyncio.run(together()) == ["a\n", "b\n"]
     assert in_threads(says, "a", "b") == ["a\nchild of a\n", "b\nchild of b\n"]
     assert sys.stdout is before
     assert type(sys)("new").__class__ is ModuleType  # so Python makes each module that it imports
 
 
-def test_a_thread_has_no_say_in_how_others_tokenise(tokenizer, monkeypatch):
+def test_a_thread_has_no_say_in_how_others_tokenise(tokenizer):
     def lengths(limit):
         said = [tokenizer("1+1=2 " * 9, truncation=limit < 99, max_length=limit) for _ in range(99)]
         return {len(each["input_ids"]) for each in said}
