@@ -96,7 +96,11 @@ def plan(args, steps_done: int) -> str:
     update = f"{args.updates_per_step} update(s), lr {args.lr:g}"
     if args.rollout_only:
         update = "no update"
-    return f"{args.algo}: {steps} of {sampled}, {update}"
+    method = args.algo
+    for name in ("adv_estimator", "policy_loss"):
+        if getattr(args, name) != args.preset_values()[name]:
+            method += f" with {getattr(args, name)}"
+    return f"{method}: {steps} of {sampled}, {update}"
 
 
 def failures(row: dict) -> list[str]:

@@ -38,7 +38,8 @@ def sampled(n: int, **attributes) -> list:
 
 def test_three_lines_at_the_start_and_two_at_the_end(log, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "--task", "my task.py"])
-    log.args = Args(model="m", task="t.py", num_steps=9, epochs=2, lr=0.5, dtype="float32")
+    flags = dict(model="m", task="t.py", num_steps=9, epochs=2, lr=0.5, dtype="float32")
+    log.args = Args(adv_estimator="rloo", **flags)
     log.steps_done = 4
     rows = {"train": [{}] * 2, "val": [{}]}
     notices = Notices(log)
@@ -46,7 +47,8 @@ def test_three_lines_at_the_start_and_two_at_the_end(log, monkeypatch):
     dropped, size, plan = log.said
     assert "2 training rows (1 overlong ones dropped), 1 validation rows" in dropped
     assert "0.01M parameters" in size
-    assert "steps 5 to 9 of 32 prompts x 8 = 256 rollouts, 2 update(s), lr 0.5" in plan
+    sampled = "steps 5 to 9 of 32 prompts x 8 = 256 rollouts, 2 update(s), lr 0.5"
+    assert f"grpo with rloo: {sampled}" in plan
     log.said.clear()
     rewards = [0.5, 0.75, 0.625]
     rows = [{"step": step, "reward/mean": x} for step, x in enumerate(rewards, 1)]
