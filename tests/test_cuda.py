@@ -68,7 +68,7 @@ def test_the_reference_keeps_its_stored_dtype_and_the_policy_is_in_float32(
     data.register_packed_attention()
     policy = train.Policy(args)
     reference = train.build_reference(args, policy)
-    policy, _, reference = train.build_networks(args, ACCELERATOR, policy, reference)
+    policy, _, reference = train.build_networks(args, ACCELERATOR, policy, reference, types)
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in policy.net.parameters()} == {torch.float32}
     assert {b.dtype for b in reference.buffers()} == {torch.float32}  # RoPE's
