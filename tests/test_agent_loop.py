@@ -22,8 +22,6 @@ import agent_loop
 from agent_loop import LoopArgs, SingleTurnLoop, TokenOutput, ToolAgentLoop, ToolResponse
 from examples import calculator
 
-# ---------------------------------------------------------------- what the template writes
-
 END = "<|im_end|>"
 ASSISTANT = "<|im_start|>assistant\n"
 PROMPT = [{"role": "user", "content": "What is 1+1?"}]
@@ -272,9 +270,6 @@ def test_single_turn(play, tokenizer):
     assert engine.params == [{"temperature": 0.5, "max_tokens": 1000}]
 
 
-# ---------------------------------------------------------------- tool calls
-
-
 def test_sampled_tokens_are_never_tokenised_again(play, tokenizer):
     """The policy may spell a text in other tokens than the tokenizer would."""
     spelled = [token for letter in SUM for token in encode(tokenizer, letter)]
@@ -347,19 +342,6 @@ def test_a_failed_call_is_a_message_and_a_counter(play, turn, answer, said):
     assert output.turn_rewards == []
 
 
-def test_a_call_past_its_deadline(play):
-    async def hangs() -> str:
-        """Wait for long."""
-        await too_late()
-
-    flags = dict(tool_timeout=HANGS, trajectory_timeout=4 * HANGS)
-    output, engine = play(call("hangs"), "sorry", task=task_of(hangs), **flags)
-    said = f"Error: hangs took longer than {HANGS} seconds"
-    assert_response(output, engine, call("hangs") + END, tool_turn(said), "sorry" + END)
-    assert output.metrics["tool_timeouts"] == output.metrics["tool_timeouts/hangs"] == 1
-    assert "tool_errors" not in output.metrics
-
-
 @pytest.mark.parametrize("text, limit, side, said", [
     ("0123456789", 10, "middle", "0123456789"),  # fits
     ("0123456789" * 2, 9, "middle", "01234...6789"),  # the odd token goes to the front
@@ -372,9 +354,6 @@ def test_a_long_tool_response_is_cut(play, text, limit, side, said):
     output, engine = play(call("notes"), "ok", task=task_of(notes), **flags)
     assert_response(output, engine, call("notes") + END, tool_turn(said), "ok" + END)
     assert output.metrics.get("tool_responses_cut", 0) == (said != text)
-
-
-# ---------------------------------------------------------------- limits on several turns
 
 
 SUMS = "\n".join(call(expression=f"{n}+{n}") for n in (1, 2, 3))
@@ -429,19 +408,30 @@ def test_a_rollout(play, lines, flags, parts, reason, answers):
     assert not answers or quiz.events[-1] == "finalize"
 
 
-def test_a_rollout_past_its_budget_keeps_what_it_has(play):
+@pytest.mark.parametrize("what", ["tool", "trajectory"])
+def test_past_a_deadline(play, what):
+    """A late call is an error that the model reads; a late rollout keeps and grades what it has."""
+
     class Late(Notes):
         execute = staticmethod(too_late)
 
     notes, turn = Late(), call("notes")
-    task = task_of(calculator.calculator, notes)
-    output, engine = play(SUM, turn, task=task, trajectory_timeout=HANGS)
-    assert (output.stop_reason, output.truncated) == ("timeout", False)
-    assert_response(output, engine, SUM + END, tool_turn("2"), turn + END)
-    assert notes.events == ["create", "calc_reward", "release"]
-
-
-# ---------------------------------------------------------------- the life of a tool
+    timeouts = {
+        "tool_timeout": 4 * HANGS,
+        "trajectory_timeout": 4 * HANGS,
+        f"{what}_timeout": HANGS,
+    }
+    lines = [turn, "sorry"] if what == "tool" else [SUM, turn]
+    output, engine = play(*lines, task=task_of(calculator.calculator, notes), **timeouts)
+    assert notes.events == ["create", "calc_reward", "release"] and not output.truncated
+    if what == "tool":
+        said = f"Error: notes took longer than {HANGS} seconds"
+        assert_response(output, engine, turn + END, tool_turn(said), "sorry" + END)
+        assert output.metrics["tool_timeouts"] == output.metrics["tool_timeouts/notes"] == 1
+        assert "tool_errors" not in output.metrics and output.stop_reason == "stop"
+    else:
+        assert_response(output, engine, SUM + END, tool_turn("2"), turn + END)
+        assert output.stop_reason == "timeout"
 
 
 def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
@@ -516,9 +506,6 @@ def test_results_of_a_tool(play, tokenizer, answer, text, reward, metrics):
     assert output.metrics == {"tool_calls/notes": 1} | expected
 
 
-# ---------------------------------------------------------------- interactions
-
-
 def test_a_user_opens_the_conversation_answers_and_pays_until_it_is_done(play, tokenizer):
     prompt = [{"role": "system", "content": "Be brief."}]
     opening = user("Hello!")
@@ -556,9 +543,6 @@ def test_a_user_opens_the_conversation_answers_and_pays_until_it_is_done(play, t
 def test_an_output_that_makes_no_sense_is_refused(changes):
     with pytest.raises(ValueError, match="response|prompt_ids|tired"):
         dataclasses.replace(output_of([1, 0]), **changes)
-
-
-# ---------------------------------------------------------------- which loop, which settings
 
 
 @pytest.mark.parametrize("row, task, agent, loop", [
