@@ -99,12 +99,11 @@ def test_ids_that_the_policy_gave_its_calls_stay(name, changes, ids, tokenizer):
 PYTHONIC = """
 {%- for m in messages %}{{- m.role + m.content }}
     {%- for call in m.tool_calls or [] %}
-        {{- '[' if loop.first }}{{- call.function.name + '(' }}
+        {{- ('[' if loop.first else ', ') + call.function.name + '(' }}
         {%- for key, value in call.function.arguments.items() %}
-            {{- key + '=' + (value | string if value is not string else "'" + value + "'") }}
-            {{- ', ' if not loop.last }}
+            {{- (', ' if not loop.first else '') + key + '=' + (value | string | tojson) }}
         {%- endfor %}
-        {{- ')' + (']' if loop.last else ', ') }}
+        {{- ')' + (']' if loop.last else '') }}
     {%- endfor %}
     {{- '<|im_end|>' }}
 {%- endfor %}

@@ -43,12 +43,10 @@ from agent_loop import (
     render,
     with_template_variables,
 )
-from data import filter_overlong
 from examples import calculator
 from flatrl import chat_template as templates
 from flatrl.models import stop_token_ids
-from flatrl.rows import check_row, check_tokenizer
-from train import Args
+from flatrl.rows import check_tokenizer
 
 ONE_ANSWER = (True, "", 0.5, {})
 AGAIN = (False, "And again?", 0.25, {})
@@ -344,14 +342,6 @@ def test_reasoning_is_turned_off_in_every_rendering(qwen3):
     assert second == f"{start}{SUM}{END}\n{TOLD}{ASSISTANT}{EMPTY}"
     assert output.messages[-1] == {"role": "assistant", "content": ANSWER}
 
-    # The length of a prompt is that of what is sent.
-    args = Args(max_prompt_tokens=len(engine.prompts[0]), chat_template_args=OFF)
-    rows = [{"prompt": PROMPT}]
-    assert filter_overlong(rows, qwen3, CALCULATOR, args) == rows
-    args.max_prompt_tokens -= 1
-    with pytest.raises(BadInput, match="no prompt left"):
-        filter_overlong(rows, qwen3, CALCULATOR, args)
-
 
 @pytest.mark.parametrize("said, reasoning, content", [
     (SUM, SUM, ""),  # the prompt has opened it, and it is never closed
@@ -459,11 +449,3 @@ def test_the_date_may_be_fixed(tokenizer):
     fixed = with_template_variables(template.tokenizer, '{"strftime_now": "26 Jul 2024"}')
     assert "Current date: 26 Jul 2024" in chat_template(fixed, template.stops).text(PROMPT)
     assert not any("date" in each for each in chat_template(fixed).check(PROMPT, [], True))
-
-
-# ---------------------------------------------------------------- found by reading
-
-
-def test_a_rows_texts_are_made_fit_for_a_tokenizer():
-    row = check_row({"prompt": "so \ud83d\ufdd0"}, "prompt", 0, "row 0")
-    assert row["prompt"][0]["content"] == "so ?"
