@@ -253,13 +253,11 @@ class ChatTemplate:
         start, end = map(re.escape, (self.think_start, self.think_end))
         self.empty_thought = re.compile(rf"{start}\s*{end}\s*")
         self._remembered_ids = functools.lru_cache(maxsize=64)(self.texts.ids)
-        # What `problem` reads has a value before the right one is found.
-        # A template for chats with tools alone (Hermes-2-Pro) raises without a list: [] will do.
+        # `problem` reads these two, so they have a value before the right one is found.
         self.no_tools = None
-        if self.problem([USER]):
+        if self.problem([USER]):  # for chats with tools alone, as Hermes-2-Pro's: [] will do
             self.no_tools = []
-        # Whether a turn with calls (True) and one without (False) can't have reasoning_content.
-        self.hides_reasoning = set()
+        self.hides_reasoning = set()  # has True if turns with calls can't show it, False if others
         hides = {"tool_calls" in turn for turn in THOUGHTS if self.problem([USER, turn])}
         self.hides_reasoning = hides
         self.answer_end = self._end(ANSWER, USER, set())
@@ -298,13 +296,11 @@ class ChatTemplate:
         An empty chat has no ids: an Interaction must then speak first."""
         if not messages:
             return []
-        chat = []
-        for message in messages:
-            if trusted is not None and message not in trusted:
-                message = self.texts.plain(message, message["role"])
-            chat.append(message)
+        if trusted is not None:
+            plain = self.texts.plain
+            messages = [m if m in trusted else plain(m, m["role"]) for m in messages]
         # Rollouts of a group begin with the same prompt.
-        return list(self._remembered_ids(self.text(chat, self.texts.plain(tools), True)))
+        return list(self._remembered_ids(self.text(messages, self.texts.plain(tools), True)))
 
     # -- the suffix of a turn
 
@@ -343,8 +339,12 @@ class ChatTemplate:
     def _added(self, history, new, stop, tools=None):
         """Returns the text that `new` messages add to a history that ends with a turn.
 
-        The template gets words in place of what the assistant said. They show where the turn ends,
-        and whether the template leaves some out."""
+        The template writes the chat without and with `new`, and with words in place of what the
+        assistant said. They show where the turn ends, and whether the template leaves some out:
+
+            head "...assistant\\nProbe0001001", tail "<|im_end|>\\n"
+            new_head, the same,               new_tail "<|im_end|>\\n<|im_start|>user\\n2?..."
+        """
         *earlier, turn = history
         if not turn.get("tool_calls"):
             turn = turn | {"content": "?"}  # becomes a word, even if the answer is empty
@@ -377,7 +377,7 @@ class ChatTemplate:
         """Whether a suffix depends on more of a chat than `Recent` keeps.
 
         Cohere's template numbers all calls, for example. In the made-up chats that show it, a round
-        follows two of its kind, or many of all kinds. This is tested, not proved."""
+        follows two of its kind, or many of all kinds."""
         kinds = []
         for make in ROUNDS.values():
             if not self.problem([USER, *make(1), ANSWER, USER]).startswith("it raises"):
@@ -429,11 +429,10 @@ class ChatTemplate:
     # -- what the policy said
 
     def read(self, text: str, opened: bool) -> tuple[str | None, str]:
-        """Splits a sampled turn, without its stop token, into (reasoning, the rest).
+        """Splits a sampled turn, without its stop token, into (reasoning or None, the rest).
 
         Reasoning is what think_tags enclose (`split_reasoning`), or what is in the template's own
-        channel for it; None without any. The rest has tool calls, or is the answer without the
-        frame that the template puts around it.
+        channel for it. The rest has tool calls, or is the answer without its frame.
 
         text: with special tokens. opened: whether the prompt opened the thought."""
         thought, after, before = self.frames
@@ -489,15 +488,14 @@ class ChatTemplate:
     def turn_ids(self, turn: dict, prompt_ids: Sequence[int] = (), number: int = 1) -> list[int]:
         """Returns the ids of an assistant's turn, including the stop token that ends it.
 
-        They are the ids of what the template writes after a generation prompt or, if that lacks
-        the turn's content (some templates drop reasoning), of the content itself. If the prompt
-        opens a thought, the turn ends it.
+        It is what the template writes or, if that lacks the content (some templates drop
+        reasoning), the content itself. If the prompt opens a thought, the turn ends it.
 
         prompt_ids: what precedes the turn, by default a user's question. number: that of the turn,
         for the ids of its calls, which their results repeat.
 
-        Raises ValueError if the policy could not sample the turn: if it is empty, if the template
-        does not show its calls, or if a stop token occurs inside it."""
+        Raises ValueError if the policy could not sample the turn: it is empty, the template hides
+        its calls, or it has a stop token inside."""
         turn = {"content": ""} | turn
         calls = []
         for i, call in enumerate(turn.get("tool_calls", ())):
@@ -525,8 +523,8 @@ class ChatTemplate:
     def written(self, turn: dict, tools: list[dict] | None = None) -> str:
         """Returns an assistant's turn as the template writes it, without its prompt and its end."""
         prompt = self.text([USER], tools, True)
-        _, written = _difference(prompt, self.text([USER, turn], tools))
-        _, header = _difference(self.text([USER], tools), prompt)
+        written = _beyond(prompt, self.text([USER, turn], tools))
+        header = _beyond(self.text([USER], tools), prompt)
         if header and written.lstrip().startswith(header.lstrip()):
             written = written.partition(header.lstrip())[2]  # Llama 4 has white space before it
         stop = self.call_end if "tool_calls" in turn else self.answer_end
@@ -644,14 +642,14 @@ class ChatTemplate:
             raise BadInput(f"the model's chat template does not take this prompt: {problem}")
 
 
-def _difference(prompt, history):
-    """Returns two texts: the end of a prompt that a history lacks, and what that has in its place.
+def _beyond(prompt, history):
+    """Returns what a history has after the part that it shares with a prompt.
 
-    R1's prompt "U: 2+2 A: <think>" and its history "U: 2+2 A: 4<EOS>" give "<think>", "4<EOS>"."""
+    With R1's prompt "U: 2+2 A: <think>", "U: 2+2 A: 4<EOS>" has "4<EOS>"."""
     n = len(commonprefix([prompt, history]))
     if n < len(prompt):
         n = len(re.sub(r"[<[][^]<>[\s]*$", "", prompt[:n]))  # without the start of a token: "<thi"
-    return prompt[n:], history[n:]
+    return history[n:]
 
 
 def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str | None, str]:
@@ -663,7 +661,6 @@ def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str 
         "\\n<think>why</think>so"      ("why", "so"): GLM writes the newline
         "why</think>so<think>or"      ("whyor", "so")
         "why", opened                 ("why", "")
-        "so", not opened              (None, "so")
 
     start, end: the tags. opened: whether the prompt ends with the start tag."""
     if opened:
