@@ -305,12 +305,7 @@ class ChatTemplate:
     # -- the suffix of a turn
 
     def suffix(
-        self,
-        messages: list[dict],
-        new: list[dict],
-        stop: int | None,
-        tools: list[dict] | None = None,
-        recent: Recent | None = None,
+        self, messages: list[dict], new: list[dict], stop: int | None, tools=None, recent=None
     ) -> list[int]:
         """Returns the ids that `new` messages (of tools or users) add after an assistant's turn.
 
@@ -321,15 +316,14 @@ class ChatTemplate:
 
         stop: the stop token with which the turn ended. Without one (a stop string ended it, or a
             limit), the suffix begins with the template's.
-        recent: kept by the caller from turn to turn of one chat, for speed.
+        recent: a `Recent` that the caller keeps from turn to turn of one chat, for speed.
 
         Raises RewritesHistory if the template now writes the chat in another way: Qwen3 drops
         earlier reasoning, for example. Raises ValueError if it writes nothing for `new`."""
         if messages[-1]["role"] != "assistant":
             raise RewritesHistory("the chat does not end with a turn of the assistant")
-        history = messages
-        if not self.looks_far_back:
-            history = (recent or Recent()).of(messages)
+        recent = recent or Recent()
+        history = messages if self.looks_far_back else recent.of(messages)
         added = self._added(history, [self.texts.plain(message) for message in new], stop, tools)
         if not added:
             role = new[-1]["role"]
@@ -588,10 +582,7 @@ class ChatTemplate:
             if self.hides_text_beside_calls:
                 yield "hides a text beside a call: the rollout keeps it"
             if self.shows_calls and not self.accepts(TWO_CALLS):
-                yield (
-                    "takes one tool call in a turn: give "
-                    """--agent_args '{"max_parallel_calls": 1}'"""
-                )
+                yield "takes one call in a turn: give --agent_args '{\"max_parallel_calls\": 1}'"
             if self.text(prompt, tools) == self.text(prompt):
                 yield "ignores tools: the policy does not see any. Describe them in the prompt"
         if has_user:
