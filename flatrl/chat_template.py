@@ -257,7 +257,7 @@ class ChatTemplate:
         self.no_tools = None
         if self.problem([USER]):  # for chats with tools alone, as Hermes-2-Pro's: [] will do
             self.no_tools = []
-        self.hides_reasoning = set()  # has True if turns with calls can't show it, False if others
+        self.hides_reasoning = set()  # True: turns with calls can't show it; False: others can't
         hides = {"tool_calls" in turn for turn in THOUGHTS if self.problem([USER, turn])}
         self.hides_reasoning = hides
         self.answer_end = self._end(ANSWER, USER, set())
@@ -336,9 +336,10 @@ class ChatTemplate:
         The template writes the chat without and with `new`, and with words in place of what the
         assistant said. They show where the turn ends, and whether the template leaves some out:
 
-            head "...assistant\\nProbe0001001", tail "<|im_end|>\\n"
-            new_head, the same,               new_tail "<|im_end|>\\n<|im_start|>user\\n2?..."
-        """
+            head      "...assistant\\nProbe0001001"
+            tail      "<|im_end|>\\n"
+            new_head  the same, or the history is rewritten
+            new_tail  "<|im_end|>\\n<|im_start|>user\\n2?...", of which the stop token is known"""
         *earlier, turn = history
         if not turn.get("tool_calls"):
             turn = turn | {"content": "?"}  # becomes a word, even if the answer is empty
