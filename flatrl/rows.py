@@ -23,7 +23,6 @@ from flatrl.tables import prompt_order
 from flatrl.tools import call_format
 from flatrl.vision import load_image
 
-ROW_TYPES = {"data_source": str, "demonstration": str | list | tuple}
 TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 # Arguments that AgentLoopBase.run(**row) gets besides a row's columns.
 RESERVED_COLUMNS = {"self", "sampling_params", "step", "rollout_n", "validate"}
@@ -47,7 +46,7 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
     taken = RESERVED_COLUMNS & row.keys()
     need(not taken, f"{name}: agent loops have other arguments named {taken}, so rename columns")
     row = _read_objects(row, name)
-    check_types(row, ROW_TYPES, name)
+    check_types(row, {"data_source": str}, name)
     if row.get("extra_info"):
         row["extra_info"] = _read_objects(row["extra_info"], name)
     for columns in row, row.get("extra_info") or {}:
@@ -60,12 +59,15 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
     if row.get("index") is None:
         row["index"] = number
 
-    prompt = _read_messages(row[prompt_key], name)
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    row["prompt"] = _chat(prompt, name, prompt_key)
+    row["prompt"] = _chat(row[prompt_key], "user", name, prompt_key)
     if row.get("demonstration"):
-        row["demonstration"] = _demonstration(row["demonstration"], name)
+        row["demonstration"] = _chat(row["demonstration"], "assistant", name, "demonstration")
+        for turn in row["demonstration"]:
+            says = turn.get("content") or turn.get("tool_calls")
+            need(
+                turn["role"] == "assistant" and says,
+                f"{name}: a 'demonstration' is turns of the assistant, none of them empty",
+            )
 
     if image_key != "images":
         need(image_key in row, f"{name} has no column {image_key!r}: --image_key, of {[*row]}")
@@ -158,16 +160,23 @@ def copy_row(row: dict) -> dict:
     return copied
 
 
-def _chat(messages, name, column):
+def _chat(value, role, name, column):
     """Returns a copy of a chat's messages, or raises BadInput.
 
-    The arguments of tool calls become dicts: many data sets have them as JSON. A call that is only
-    its function gets the form of `agent_loop.function_call`."""
-    if isinstance(messages, (list, tuple)):
-        messages = [_read_messages(message, name) for message in messages]
+    value: messages, or a text of this role; among an assistant's messages, too. The arguments of
+    tool calls become dicts: many data sets have them as JSON. A call that is only its function gets
+    the form of `agent_loop.function_call`."""
+    value = _read_messages(value, name)
+    is_list = isinstance(value, (list, tuple))
+    messages = []
+    for message in value if is_list else [value]:
+        message = _read_messages(message, name)
+        if isinstance(message, str) and (role == "assistant" or not is_list):
+            message = {"role": role, "content": message}
+        messages.append(message)
     need(
-        isinstance(messages, list) and all(map(_is_message, messages)),
-        f"{name}: {column!r} must be a text or a list of chat messages, got {messages!r:.80}",
+        all(map(_is_message, messages)),
+        f"{name}: {column!r} must be a text or a list of chat messages, got {value!r:.80}",
     )
     messages = _tidied(messages)
     with refusing(f"{name}: {column!r}, a tool call"):
@@ -192,25 +201,6 @@ def _is_message(message):
         case {"role": str(), "tool_calls": [_, *_]}:
             return True
     return False
-
-
-def _demonstration(turns, name):
-    """Returns a demonstration, which is a text, or a list of texts and messages, as messages."""
-    turns = _read_messages(turns, name)
-    messages = []
-    for turn in [turns] if isinstance(turns, str | dict) else turns:
-        turn = _read_messages(turn, name)
-        if isinstance(turn, str):
-            turn = {"role": "assistant", "content": turn}
-        messages.append(turn)
-    messages = _chat(messages, name, "demonstration")
-    for turn in messages:
-        says = turn.get("content") or turn.get("tool_calls")
-        need(
-            turn["role"] == "assistant" and says,
-            f"{name}: a 'demonstration' is turns of the assistant, none of them empty",
-        )
-    return messages
 
 
 def _tidied(value, keeps_none=False):
