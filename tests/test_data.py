@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,14 +37,6 @@ def make_output(prompt: list[int], mask: list[int], **more) -> AgentLoopOutput:
         "extra": {"prompt": next(NUMBERS), "sample": 0, "segment": 0},
     }
     return output_of(mask, prompt, [100 + k for k in range(n)], **lists | more)
-
-
-def test_a_task_file_may_import_a_module_beside_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    (tmp_path / "helper_of_task.py").write_text("def load(split): return [split]")
-    path = tmp_path / "my_task.py"
-    path.write_text("from helper_of_task import load")
-    assert data.load_task(str(path), ["load"]).load("val") == ["val"]
 
 
 def rows_of(rows, **task) -> list[dict]:
