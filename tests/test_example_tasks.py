@@ -2,9 +2,7 @@
 
 import asyncio
 import functools
-import itertools
 import json
-import sys
 from types import SimpleNamespace
 
 import httpx
@@ -14,7 +12,7 @@ from conftest import REPO, output_of
 from test_agent_loop import END, Script, said_by
 
 from agent_loop import agent_loop_class
-from data import filter_overlong, load_rows, load_task
+from data import load_rows, load_task
 from examples import calculator, environments
 from rollout import set_rewards
 from train import Args
@@ -24,8 +22,8 @@ def load(name: str):
     return load_task(str(REPO / "examples" / f"{name}.py"))
 
 
-gsm8k, gsm8k_user, tree, nim, bisection, maze = map(
-    load, ("gsm8k", "gsm8k_user", "tree", "nim", "bisection", "maze")
+gsm8k, gsm8k_user, tree, nim, bisection = map(
+    load, ("gsm8k", "gsm8k_user", "tree", "nim", "bisection")
 )
 
 
@@ -43,50 +41,23 @@ def play(task, tokenizer, row: dict, *lines) -> list:
     return outputs
 
 
-def said(text: str | None, role: str = "assistant") -> SimpleNamespace:
-    return SimpleNamespace(messages=[{"role": role, "content": text}])
-
-
-# ---------------------------------------------------------------- the calculator
-
-
-def test_the_calculators_rows_are_fixed_and_disjoint():
-    train, val = calculator.load("train"), calculator.load("val")
-    assert (len(train), len(val)) == (8192, 512)
-    questions = [row["prompt"][0]["content"] for row in val + train]
-    assert len(set(questions)) == len(questions)
-    assert questions[:3] == ["What is 15+35?", "What is 30+42?", "What is 87*98?"]
-
-
 def test_the_calculator():
-    assert calculator.calculator(" 12 - 85 ") == "-73"
     with pytest.raises(ValueError, match="only numbers"):
         calculator.calculator("__import__('os')")
     with pytest.raises(ValueError, match="the exponent is larger than"):
         calculator.calculator("9**99999999")  # 40 million digits, never computed
 
 
-def test_the_calculators_reward():
-    row = {"reward_model": {"ground_truth": "1776"}}
-    right = "so <answer> 1776\n</answer>."
-    assert calculator.reward(said(right), row) == 1.0
-    # A list of guesses must not pay.
-    guesses = said("<answer>1</answer><answer>1776</answer>")
-    for other in (said(None), guesses, said(right, "tool")):
-        assert calculator.reward(other, row) == 0.0
-
-
-# ---------------------------------------------------------------- GSM8K
-
-
-@pytest.mark.parametrize("text, score, form", [
-    ("so\n####  72 apples, not 80\n", 1.0, 1.0),
-    ("#### 72\n#### 71", 0.0, 1.0),
-    (None, 0.0, 0.0),
+@pytest.mark.parametrize("task, text, reward", [
+    (calculator, "so <answer> 72\n</answer>.", 1.0),
+    (calculator, "<answer>1</answer><answer>72</answer>", 0.0),  # a list of guesses must not pay
+    (gsm8k, "so\n####  72 apples, not 80\n", {"score": 1.0, "format": 1.0}),
+    (gsm8k, "#### 72\n#### 71", {"score": 0.0, "format": 1.0}),
+    (gsm8k, None, {"score": 0.0, "format": 0.0}),
 ])  # fmt: skip
-def test_the_reward_of_gsm8k(text, score, form):
-    row = {"reward_model": {"ground_truth": "72"}}
-    assert gsm8k.reward(said(text), row) == {"score": score, "format": form}
+def test_the_reward_of_an_answer(task, text, reward):
+    output = SimpleNamespace(messages=[{"role": "assistant", "content": text}])
+    assert task.reward(output, {"reward_model": {"ground_truth": "72"}}) == reward
 
 
 WRONG = "That is wrong. Try again."
@@ -94,17 +65,12 @@ NO_ANSWER = 'I see no answer. End with "#### N".'
 
 
 def test_the_user_answers_and_pays_by_turn(tokenizer):
-    rows = load_rows(gsm8k_user, "train")
-    limits = Args(model="x", max_model_len=640)
-    assert filter_overlong(rows, tokenizer, gsm8k_user, limits) == rows
-    (output,) = play(gsm8k_user, tokenizer, rows[0], "hm", "#### 62", "#### 63")
+    row = load_rows(gsm8k_user, "train")[0]
+    (output,) = play(gsm8k_user, tokenizer, row, "hm", "#### 62", "#### 63")
     assert said_by(output, "user")[1:] == [NO_ANSWER, WRONG]
     rewards = {at: reward for at, reward in output.turn_rewards if reward}
     assert rewards == {len(output.response_ids) - 1: pytest.approx(1 / 3)}
     assert output.reward == {"score": 0.0, "right": 1.0}
-
-    (output,) = play(gsm8k_user, tokenizer, rows[0], *["#### 60"] * 3)
-    assert output.stop_reason == "stop"  # three wrong answers are an end, not a cut
 
 
 # ---------------------------------------------------------------- several outputs
@@ -129,26 +95,19 @@ def test_a_tree_branches_after_the_first_call(tokenizer):
         assert tokenizer.decode(leaf.response_ids) == text + END and set(leaf.response_mask) == {1}
 
 
-@pytest.mark.parametrize("sticks, moves, rewards", [
-    (5, "122", [("first", 1.0), ("second", 0.0), ("first", 1.0)]),
-    (4, "24", [("first", 1.0), ("second", 0.0)]),  # a move that is not allowed loses
-])  # fmt: skip
-def test_a_game_of_nim(tokenizer, sticks, moves, rewards):
-    row = {"prompt": nim.shown(sticks), "extra_info": {"sticks": sticks, "game": 0}}
-    outputs = play(nim, tokenizer, row | {"agent_name": "self_play"}, *moves)
+def test_a_game_of_nim(tokenizer):
+    row = {"prompt": nim.shown(5), "extra_info": {"sticks": 5, "game": 0}}
+    outputs = play(nim, tokenizer, row | {"agent_name": "self_play"}, *"122")
+    rewards = [("first", 1.0), ("second", 0.0), ("first", 1.0)]
     assert [(output.unit, output.reward) for output in outputs] == rewards
 
 
-@pytest.mark.parametrize("guesses, left, won", [
-    (["15", "23", "19", "21", "20"], [32, 16, 7, 3, 1], 1.0),
-    (["x", "15", "3", "22", "21"], [32, 32, 16, 16, 6], 0.0),  # what is not left tells nothing
-])  # fmt: skip
-def test_a_game_of_bisection(tokenizer, guesses, left, won):
+def test_a_game_of_bisection(tokenizer):
     row = bisection.load("val")[17] | {"agent_name": "guess"}  # the number is 20, in sample 3
-    [output] = play(bisection, tokenizer, row, *guesses)
-    assert output.reward == won
-    states = [f"{n} left, guess {turn}" for turn, n in enumerate(left, 1)]
-    assert output.metrics["states"] == states
+    [output] = play(bisection, tokenizer, row, "x", "15", "3", "22", "20")
+    left = [32, 32, 16, 16, 6]  # what is no guess, or not left, tells nothing
+    assert output.metrics["states"] == [f"{n} left, guess {turn}" for turn, n in enumerate(left, 1)]
+    assert output.reward == 1.0
 
 
 class Counts:
@@ -166,11 +125,11 @@ class Counts:
 
 
 class CountsOfGymnasium(Counts):
-    def reset(self, *, seed, options=None):
+    def reset(self, *, seed):
         return super().reset(seed), {}
 
     def step(self, action):
-        observation, reward, truncated, info = super().step(str(action))
+        observation, reward, truncated, info = super().step(action)
         return observation, reward, False, truncated, info
 
 
@@ -196,40 +155,19 @@ class CountsOfTextarena(Counts):
         return {0: self.paid}, {}
 
 
-def read_digit(text):
-    if not text.isdigit():
-        raise environments.IllegalAction("say 1 or 2")
-    return int(text)
-
-
-@pytest.mark.parametrize("make, read, more, paid", [
-    (Counts, str, "", [-0.1, 0.5, 1.0]),
-    (CountsOfGymnasium, read_digit, "", [-0.1, 0.5, 1.0]),
-    (CountsOfTextarena, str, "\nGo on.", [-0.1, 1.5]),
+@pytest.mark.parametrize("make, more, paid", [
+    (Counts, "", [-0.1, 0.5, 1.0]),
+    (CountsOfGymnasium, "", [-0.1, 0.5, 1.0]),
+    (CountsOfTextarena, "\nGo on.", [-0.1, 1.5]),
 ])  # fmt: skip
-def test_an_environment_of_each_interface(tokenizer, make, read, more, paid):
-    task = SimpleNamespace(INTERACTIONS=[environments.EnvInteraction("count", make, read)])
+def test_an_environment_of_each_interface(tokenizer, make, more, paid):
+    task = SimpleNamespace(INTERACTIONS=[environments.EnvInteraction("count", make)])
     task.reward = lambda output, row: 0.0
     row = environments.episodes("count", "train", n_val=3)[0]
     (output,) = play(task, tokenizer, row, "x", "1", "2")
     assert said_by(output, "user") == ["3 left", "Illegal: say 1 or 2", f"2 left{more}"]
     assert [reward for _, reward in output.turn_rewards] == paid
     assert output.metrics["interaction/count/taken"] == 3
-
-
-# # # G # #    maze 4, whose shortest way is "nwnneen"
-# . . . . #
-# . # # # #
-# . . . . #
-# # A . . .
-def test_a_walk_through_a_maze(tokenizer):
-    row = {"prompt": [], "extra_info": {"interaction_kwargs": {"name": "maze", "seed": 4}}}
-    (output,) = play(maze, tokenizer, row, *"nwnneen")
-    states = output.metrics["states"]
-    assert len(states) == 7 and states[0] == "open n e\ngoal 1 east 4 north"
-    assert states[6] == "open n e w\ngoal 0 east 1 north"
-    assert [reward for _, reward in output.turn_rewards if reward] == [1.0]
-    assert output.metrics["interaction/maze/found"] == 1
 
 
 # ---------------------------------------------------------------- llm_judge.py
@@ -262,40 +200,3 @@ def test_a_judge(monkeypatch):
     assert text.count("</answer_to_grade>") == 1  # the answer can't end its tag
 
 
-# ---------------------------------------------------------------- two_hops.py
-
-
-def test_two_searches_find_the_answer_and_one_does_not(tokenizer, monkeypatch):
-    """With invented words, because reasoning-gym may be missing."""
-    words = SimpleNamespace(
-        NAMES=["".join(letters) for letters in itertools.product("abcdefgh", repeat=4)],
-        VERBS=[f"is {x} of" for x in "abcdefgh"],
-        SUBJECTS=[f"thing {i}" for i in range(500)],
-    )
-    for name in ("", ".cognition", ".cognition.needle_data"):
-        monkeypatch.setitem(sys.modules, f"reasoning_gym{name}", words)
-    task = load("two_hops")
-    row = load_rows(task, "train")[5]
-    name, verb, thing, other_verb, answer = task.people()[128 + 5]
-    found = f"{name} {other_verb} {answer}."
-    assert task.search(f"{verb} {thing} {other_verb}") != found
-    lines = [f"search: {verb} {thing}", f"search: {name.upper()} {other_verb}", answer]
-    (output,) = play(task, tokenizer, row, *lines)
-    assert said_by(output, "user")[1:] == [f"{name} {verb} {thing}.", found]
-    assert output.reward == 1.0
-
-
-def test_the_curriculum_prefers_groups_that_disagree_and_comes_back_to_the_others():
-    task = load("curriculum")
-    history = []
-    for step in range(180):
-        start = len(history)
-        for _ in range(8):
-            history.append([task.sampler(history), step])
-        chosen = [entry[0] for entry in history[start:]]
-        assert len(set(chosen)) == 8  # none while it is under way
-        for entry in history[start:]:
-            entry += [0.0, 0.0] if entry[0] % 16 else [0.0, 1.0]
-    assert len({row for row, *_ in history}) == 512  # each is tried
-    late = [row % 16 == 0 for row, *_ in history[-200:]]
-    assert 0.8 < sum(late) / 200 < 1
