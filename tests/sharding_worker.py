@@ -79,14 +79,14 @@ def moved(policy: train.Policy) -> train.Policy:
     return policy
 
 
-def run_of(accelerator, folder: Path, args: train.Args):
-    """The parts of a train.Run that are saved, after an optimiser step."""
+def run_of(accelerator, folder: Path, args: train.Args, n: int):
+    """The parts of a train.Run that are saved, after an optimiser step on n trajectories."""
     data.register_packed_attention()
     learner = train.Learner(train.Policy(args), 0.1, 1, args, accelerator)
-    batch = batch_of(6)
+    batch = batch_of(n)
     batch["advantages"] = torch.ones_like(batch["response_mask"])
     columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
-    train.optimise(learner, train.policy_objective, batch, columns, range(6), args, accelerator)
+    train.optimise(learner, train.policy_objective, batch, columns, range(n), args, accelerator)
     return types.SimpleNamespace(
         args=args, folder=folder, learners={"policy": learner}, pool=None, done=1, saved=0,
         log=SilentLog(), history=[], kept={"kl_coef": 0.0, "estimator": b""}, evals={},
@@ -105,7 +105,8 @@ def find_checkpoints(accelerator, folder: Path, tied: str, untied: str) -> dict:
     """States of a sharded policy: saved here, and loaded from the plain one of the test."""
     found = {}
     for rank in (0, 4):
-        run = run_of(accelerator, folder / f"sharded_{rank}", flags_of(tied, lora_rank=rank))
+        args = flags_of(tied, lora_rank=rank)
+        run = run_of(accelerator, folder / f"sharded_{rank}", args, 8)
         checkpoints.save_checkpoint(run)
         saved = state_of(run)
         plain = folder / f"plain_{rank}/checkpoints/step_000001"

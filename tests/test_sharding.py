@@ -14,7 +14,6 @@ from sharding_worker import CASES, flags_of, run_of, state_of
 from test_rollout import hf_model
 
 import train
-from agent_loop import BadInput
 from flatrl import checkpoints, devices, models
 from train import Args
 
@@ -34,9 +33,9 @@ def on_ranks(parts: str, folder: Path, *models: str, hosts: int = 1) -> dict:
 
 
 def plain_run(folder: Path, model: str, rank: int):
-    """The plain counterpart of the worker's sharded run, saved."""
+    """The plain counterpart of the worker's sharded run, of another batch, saved."""
     args = flags_of(model, shard=False, lora_rank=rank)
-    run = run_of(Accelerator(cpu=True), folder / f"plain_{rank}", args)
+    run = run_of(Accelerator(cpu=True), folder / f"plain_{rank}", args, 6)
     checkpoints.save_checkpoint(run)
     return run
 
@@ -93,9 +92,11 @@ def test_checkpoints_fit_whatever_the_sharding(rank, found, plain):
         assert torch.equal(loaded[name], tensor), name
     sharded = plain["folder"] / f"sharded_{rank}/checkpoints/step_000001"
     checkpoints.load_checkpoint(run, sharded, ["policy", "policy_optimizer"])
+    moved = 0
     for name, tensor in state_of(run).items():
         assert torch.equal(saved[name], tensor), name
-    assert any(not torch.equal(saved[name], tensor) for name, tensor in before.items())
+        moved += not torch.equal(before[name], tensor)
+    assert moved > len(before) / 3  # all but adapters of the first step, whose gradient is 0
 
 
 def test_sync_from_a_sharded_policy(found, tiny_model, untied_model):
@@ -108,7 +109,7 @@ def test_sync_from_a_sharded_policy(found, tiny_model, untied_model):
 
 
 def test_a_tensor_that_a_sync_leaves_out_is_named(engine, tiny_model, monkeypatch):
-    """One that is wrong is seen in the logprobs: see test_agreement.py."""
+    """One that is wrong is seen in the logprobs: see test_train.py."""
     policy = types.SimpleNamespace(model=hf_model(tiny_model, 1.5), engine_dtype=torch.float32)
     weights = dict(models.checkpoint_weights(policy.model, policy.engine_dtype))
     left_out = "model.layers.1.self_attn.k_proj.bias"
@@ -130,6 +131,3 @@ def test_the_config_for_eight_gpus_shards(monkeypatch):
         if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
             monkeypatch.setenv(name, value)
     assert devices.sharding(Args()) is True and devices.sharding(Args(shard="hybrid")) == "hybrid"
-    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    with pytest.raises(BadInput):  # is not implemented
-        devices.sharding(Args())
