@@ -11,13 +11,14 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, generate, make_run, metrics_of, output_of, rollouts_of
+from conftest import generate, make_run, output_of
 from transformers import AutoModelForCausalLM
 
-import data
+import train
 from agent_loop import AgentLoopBase, register
 from flatrl.bad_input import BadReward, NothingLeft
 from flatrl.compact import compact
+from flatrl.processes import Stopped
 from rollout import Engine, rollout, training_pool, wait_for_rewards
 
 PROMPTS = [[random.Random(i).randrange(3, 250) for _ in range(5 + 3 * i)] for i in range(6)]
@@ -272,23 +273,6 @@ def test_a_reward_that_can_not_be_used_costs_its_rollout(play):
     assert all(len(row["prompt"]) == 1 for row in rows)
 
 
-def test_a_greedy_baseline_is_one_more_member_of_each_group(pool_of, engine, args):
-    """ReMax: sampled greedily in the same rollout, marked, and in no statistics."""
-    flags = dict(adv_estimator="remax", prompts_per_step=2, group_size=3)
-    run = pool_of(lambda output, row: row["index"], make_rows(*["x"] * 4), **flags)
-    rollouts = run.pool.rollout(0)
-    engine.sleep()
-    wait_for_rewards(rollouts, run.background, run.stop)
-    assert members(rollouts.greedy) == [(0, 3), (1, 3)]
-    assert members(rollouts.trained) == [(i, j) for i in (0, 1) for j in range(3)]
-    assert rollouts.trained == rollouts.sampled and len(rollouts.outputs) == 8
-    # The prompts are equal, and no seed takes part.
-    first, second = (output.response_ids for output in rollouts.greedy)
-    assert first == second != rollouts.trained[0].response_ids
-    assert [o.reward for o in rollouts.greedy] == data.prompt_order(4, 0, 2, args.seed)
-    assert rollouts.metrics(engine)["rollout/trajectories"] == 6
-
-
 def judged_by(judge) -> types.SimpleNamespace:
     return types.SimpleNamespace(group_reward=judge)
 
@@ -374,35 +358,22 @@ def test_a_group_is_judged_once(play, kind):
     assert errors.count("RuntimeError: the judge broke") == 3
 
 
-JUDGE = """
-from tests.tiny_task import *
-del reward
-
-
-async def group_reward(outputs, rows):
-    digits = [sum(c.isdigit() for c in output.text) for output in outputs]
-    return [sum(other < own for other in digits) / len(digits) for own in digits]
-"""
-
-
-def test_a_judged_run_resumes_and_does_not_depend_on_micro_batches(train_here, tmp_path):
-    task = tmp_path / "judged.py"
-    task.write_text(JUDGE)
-    flags = [*TINY, "--task", task, "--num_steps", 2, "--deterministic", "--save_every", 1]
-    flags += ["--eval_every", 1, "--eval_samples", 4, "--eval_sampling_args", '{"temperature": 1}']
-    flags += ["--max_gen_batches", 2, "--output_dir"]
-    train_here(*flags, tmp_path / "whole")
-    train_here(*flags, tmp_path / "small", "--tokens_per_micro_batch", 96)
-    train_here(*flags, tmp_path / "resumed", "--num_steps", 1)
-    train_here(*flags, tmp_path / "resumed", "--resume")
-    whole, small, resumed = (metrics_of(tmp_path / name) for name in ("whole", "small", "resumed"))
-    assert [row["step"] for row in whole] == [0, 1, 2] and whole == resumed
-    for rows in zip(whole, small):
-        for row in rows:
-            row.pop("batch/unique_tokens", None)  # differs
-        assert rows[0] == pytest.approx(rows[1], rel=1e-4, abs=1e-7)
-    lines = rollouts_of(tmp_path / "small", 2)
-    for group in zip(*[iter(lines)] * 4):
-        digits = [sum(c.isdigit() for c in line["text"]) for line in group]
-        places = [sorted(digits).index(own) / 4 for own in digits]
-        assert [line["reward"] for line in group] == places
+@pytest.mark.parametrize("kind, error", [("x", Stopped), ("raise", RuntimeError)])
+def test_after_a_stop_or_error_in_an_evaluation_the_engine_sleeps(
+    kind, error, engine, background, tokenizer, args, tiny_model, monkeypatch
+):
+    moves = []
+    monkeypatch.setattr(train, "offload", lambda run, device: moves.append(device))
+    task = types.SimpleNamespace(reward=lambda output, row: 1.0)
+    run = make_run(engine, background, task, tokenizer, args)
+    run.done = 3
+    net = types.SimpleNamespace(model=hf_model(tiny_model), engine_dtype="as it is")
+    run.policy = types.SimpleNamespace(net=net)
+    run.pool = types.SimpleNamespace(finish_running=lambda: None)
+    run.accelerator = types.SimpleNamespace(device="cpu")
+    run.rows = {"val": make_rows(kind)}
+    run.stop.ask = lambda: kind == "x"
+    with pytest.raises(error):
+        train.evaluate(run)
+    assert engine.state == "asleep" and moves == ["cpu", "cpu"]
+    assert not engine.requests and not engine.core.has_unfinished_requests()
