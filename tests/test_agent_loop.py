@@ -19,7 +19,7 @@ import pytest
 from conftest import HANGS, output_of, too_late
 
 import agent_loop
-from agent_loop import LoopArgs, SingleTurnLoop, TokenOutput, ToolAgentLoop, ToolResponse
+from agent_loop import LoopArgs, TokenOutput, ToolResponse
 from examples import calculator
 
 END = "<|im_end|>"
@@ -306,18 +306,12 @@ def ask(function: str, n: int = 0) -> str:
     return f"asked {function} {n + 1} times"
 
 
-class Speechless(Exception):
-    def __str__(self):
-        return None
-
-
 # name: (what the model says, what the tool "notes" answers, what the model reads)
 ERRORS = {
     "unknown tool": (call("subtract", a=1), None, r"subtract.*ask"),
     "malformed JSON": (call("ask", a=1).replace("}", ""), None, "well-formed"),
     "a missing argument": (call("ask", n=1), None, "ask: missing a required argument: 'function'"),
     "raises": (call("notes"), OSError("the disk is full"), "the disk is full"),
-    "says nothing": (call("notes"), Speechless(), "Speechless"),
     "exits": (call("notes"), SystemExit(3), r"SystemExit\(3\)"),
     "cancels itself": (call("notes"), asyncio.CancelledError("by itself"), "by itself"),
     "a bad reward": (call("notes"), ("fine", math.nan, {}), "reward of tool 'notes' .* got nan"),
@@ -467,23 +461,6 @@ def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
     assert answered == ["000001000", "000001001", "000002000"]
 
 
-def test_a_tool_that_could_not_be_created_is_not_used_but_released(play):
-    class Fails(Notes):
-        async def create(self, request_id, **kwargs):
-            await super().create(request_id, **kwargs)
-            raise OSError("no space left")
-
-        async def release(self, request_id):
-            await super().release(request_id)
-            raise OSError("gone already")
-
-    notes = Fails()
-    output, _ = play(TWO_NOTES, "bye", task=task_of(notes))
-    assert notes.events == ["create", "release"]
-    assert said_by(output, "tool") == ["Error: no space left"] * 2
-    assert (output.metrics["tool_errors"], output.metrics["release_errors"]) == (2, 1)
-
-
 BOTH = ToolResponse("both", reward=0.5, metrics={"a": 1})
 
 
@@ -543,17 +520,6 @@ def test_a_user_opens_the_conversation_answers_and_pays_until_it_is_done(play, t
 def test_an_output_that_makes_no_sense_is_refused(changes):
     with pytest.raises(ValueError, match="response|prompt_ids|tired"):
         dataclasses.replace(output_of([1, 0]), **changes)
-
-
-@pytest.mark.parametrize("row, task, agent, loop", [
-    ({}, task_of(), None, SingleTurnLoop),
-    ({}, SimpleNamespace(INTERACTIONS=[Quiz()]), None, ToolAgentLoop),
-    ({}, CALCULATOR, None, ToolAgentLoop),
-    ({}, CALCULATOR, "single_turn", SingleTurnLoop),
-    ({"agent_name": "tool_agent"}, SimpleNamespace(), "single_turn", ToolAgentLoop),
-])  # fmt: skip
-def test_which_loop_runs(row, task, agent, loop):
-    assert agent_loop.agent_loop_class(row, task, LoopArgs(agent=agent)) is loop
 
 
 def test_what_a_loop_sets_after_the_last_word_goes_to_the_output_that_has_it():

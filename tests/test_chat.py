@@ -256,15 +256,6 @@ def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play):
     assert (output.stop_reason, output.truncated, output.reward) == ("length", True, None)
 
 
-def test_turns_of_all_sub_agents_count(play):
-    async def chat(client, prompt, **row):
-        for number in range(5):
-            await ask(client, user(str(number)))
-
-    outputs, _ = play(chat, *"abc", max_assistant_turns=3)
-    assert [output.stop_reason for output in outputs] == ["stop", "stop", "max_turns"]
-
-
 def test_a_call_without_a_reply_leaves_no_trace(play):
     """The agent gives it up, the engine fails, or the agent ends without waiting."""
 

@@ -1,4 +1,4 @@
-"""How a run ends: its exit code, its background loop, and an error on the main rank."""
+"""How a run ends: its exit code, an error on the main rank, and ranks that differ."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from types import ModuleType
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from conftest import HANGS, REPO
 
 from flatrl import processes, shared_state
 from flatrl.bad_input import BadInput, BadReward
+from flatrl.rows import hash_of_rows
 from flatrl.user_code import in_thread, in_time
 
 # Each case is a process that is forked from this one.
@@ -88,13 +88,6 @@ def test_exit_codes():
     assert done.stderr.count("Traceback") == 2
 
 
-def test_sys_exit_in_a_task_does_not_end_the_loop():
-    background = processes.Background()
-    background.loop.call_soon_threadsafe(sys.exit)
-    assert background.submit(asyncio.sleep(0, "alive")).result(timeout=HANGS) == "alive"
-    background.close()
-
-
 def test_an_error_of_the_main_rank_is_bad_input_on_all(process_group, monkeypatch):
     def fails():
         raise OSError(28, "No space left")
@@ -104,6 +97,18 @@ def test_an_error_of_the_main_rank_is_bad_input_on_all(process_group, monkeypatc
     with pytest.raises(BadInput):
         processes.on_main(fails)
     assert sent == ["[Errno 28] No space left"]
+
+
+def test_ranks_with_other_flags_or_rows_are_refused(monkeypatch):
+    def told(lr, texts):
+        rows = [{"prompt": text} for text in texts]
+        return {"--seed": 0, "--lr": lr, "train rows": hash_of_rows(rows, seed=0)}
+
+    ranks = [told(0.2, "abc")] * 2
+    monkeypatch.setattr(processes, "all_gather", lambda values: [*ranks, values])
+    processes.check_ranks_agree(told(0.2, "abc"))
+    with pytest.raises(BadInput, match="rank 2 differs from rank 0 in --lr, train rows:"):
+        processes.check_ranks_agree(told(0.1, "acb"))
 
 
 # ---------------------------------------------------------------- what user code can't do to a run
@@ -133,20 +138,9 @@ def test_what_code_prints_is_its_own():
             here.wait(HANGS)
         return said.getvalue()
 
-    async def says_later(word):
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            await asyncio.sleep(0)
-            print(word)
-        return said.getvalue()
-
-    async def together():
-        return await asyncio.gather(says_later("a"), says_later("b"))
-
     before = sys.stdout
-    assert asyncio.run(together()) == ["a\n", "b\n"]
     assert in_threads(says, "a", "b") == ["a\nchild of a\n", "b\nchild of b\n"]
     assert sys.stdout is before
-    assert type(sys)("new").__class__ is ModuleType  # so Python makes each module that it imports
 
 
 def test_a_thread_has_no_say_in_how_others_tokenise(tokenizer):

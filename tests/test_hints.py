@@ -10,7 +10,7 @@ from test_rollout import hf_logprobs, hf_model
 import data
 import losses
 import train
-from agent_loop import AgentLoopOutput, BadInput, render
+from agent_loop import AgentLoopOutput, render
 from examples import calculator
 from flatrl.hints import tell, told_prompt
 from flatrl.metrics import Clock
@@ -39,17 +39,6 @@ def test_the_hint_is_a_paragraph_after_the_last_message():
     parts = [{"type": "image"}, {"type": "text", "text": "1+1?"}]
     told = told_prompt({"prompt": [{"role": "user", "content": parts}], "hint": "2"})
     assert told[0]["content"] == [*parts, {"type": "text", "text": "\n\n2"}]
-
-
-def test_a_hint_has_to_fit_into_the_prompt_where_hints_are_told(tokenizer):
-    def kept(row: dict, algo: str, limit: int) -> list[dict]:
-        args = Args(algo=algo, max_prompt_tokens=limit)
-        return data.filter_overlong([row], tokenizer, SimpleNamespace(), args)
-
-    limit = len(render(tokenizer, TOLD))
-    assert kept(ROW, "opsd", limit) == kept(ROW, "grpo", limit - 1) == [ROW]
-    with pytest.raises(BadInput, match="no prompt left"):
-        kept(ROW, "opsd", limit - 1)
 
 
 @pytest.mark.parametrize("has_tools", [False, True])

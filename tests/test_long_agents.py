@@ -8,10 +8,7 @@ from test_agent_loop import (
     ASKED,
     END,
     SUM,
-    Quiz,
     assert_output,
-    quiz_row,
-    quiz_task,
     rollout,
     tool_turn,
     user_turn,
@@ -74,17 +71,3 @@ def test_compaction(tokenizer, short_words, lines, how, parts, reason, n):
     assert last.stop_reason == reason
     assert (last.metrics["compactions"], last.metrics.get("forks", 0)) == (n, n)
     assert [output.unit for output in outputs] == [""] * len(parts)
-
-
-def test_compaction_of_a_talk_with_a_user(tokenizer, short_words):
-    quiz = Quiz((False, "Sure?", 1.0, {}), (True, "", 2.0, {}))
-    quiz.opening = "Ready?"
-    how = dict(task=quiz_task(quiz), row=quiz_row(), agent="compacting", compact_at=24)
-    outputs, engine = rollout(tokenizer, "2", NOTES, "3", **how)
-    start = ASKED.removesuffix("<|im_start|>assistant\n") + user_turn("Ready?")[1:]
-    first = [start, "2" + END, user_turn("Sure?\n\nNotes?"), NOTES + END]
-    second = [start + NOTES + END + user_turn("Go."), "3" + END]
-    assert_outputs(outputs, engine, [first, second])
-    assert [output.turn_rewards for output in outputs] == [[(1, 1.0)], [(1, 2.0)]]
-    said = [message["content"] for message in outputs[1].messages]
-    assert said == ["What is 1+1?", "Ready?", NOTES, "Go.", "3"]

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from conftest import make_run
 from PIL import Image
-from test_agent_loop import PROMPT, Script, call
+from test_agent_loop import PROMPT, Script
 
-import rollout
 from agent_loop import AgentLoopBase, BadInput, register
 from flatrl.rows import as_text, copy_row
 from flatrl.vision import load_images, merge_images
@@ -70,24 +69,6 @@ def test_states_are_one_for_each_turn(tokenizer):
     assert grade(1) == grade(None) == 1.0
     with pytest.raises(ValueError, match="has 2 states for 1 turns"):
         grade(1, 2)
-
-
-def test_the_first_exception_of_a_tool_is_printed_with_its_line(tokenizer, monkeypatch, capsys):
-    def divide(by: int) -> float:
-        """Divide.
-
-        Args:
-            by: The divisor.
-        """
-        return 1 / by
-
-    monkeypatch.setattr(rollout, "PRINTED_TOOLS", set())
-    turn = call("lend") + "\n" + call("divide", by=0)
-    for _ in range(2):
-        play(tokenizer, SimpleNamespace(TOOLS=[divide]), turn, "ok")
-    printed = capsys.readouterr().err
-    said = "first exception of tool 'divide': ZeroDivisionError: division by zero"
-    assert printed.count(f"{said} ({__file__}:{divide.__code__.co_firstlineno + 6})\n") == 1
 
 
 def test_a_rollout_plays_on_rows_and_images_of_its_own():

@@ -1,9 +1,7 @@
 """A unit, which shares one reward, weighs one: however many outputs it is cut into."""
 
 import asyncio
-import contextlib
 import random
-import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,8 +14,6 @@ import data
 import losses
 import train
 from agent_loop import RESPONSE_LISTS, AgentLoopOutput
-from flatrl import shared_state
-from flatrl.bad_input import BadReward
 from flatrl.metrics import describe, describe_eval
 from rollout import Rollouts, set_rewards
 from train import PRESETS, Args
@@ -129,14 +125,6 @@ def advantages_of(outputs: list[AgentLoopOutput], **flags) -> list[float]:
     return train.estimate_advantages(batch, Rollouts(outputs=outputs), args)[:, 0].tolist()
 
 
-# Two games of one prompt, whose moves alternate: x wins the first, o the second.
-GAMES = [
-    played(0, sample, segment, *move)
-    for sample, x, o in ((0, 1.0, -1.0), (1, -1.0, 1.0))
-    for segment, move in enumerate([(None, "x"), (None, "o"), (x, "x"), (o, "o")])
-]
-
-
 def test_rollouts_count_alike_in_the_log_however_many_outputs_they_have():
     """One rollout of an output with 40 tokens, one of four outputs with 10 each."""
     outputs = []
@@ -162,15 +150,6 @@ def test_rollouts_count_alike_in_the_log_however_many_outputs_they_have():
         **{"timing/tool_s_min": 0, "timing/tool_s_mean": 0.75, "timing/tool_s_max": 1.5},
         **{f"timing/generate_s_{name}": 0 for name in ("min", "mean", "max")},
     }
-
-
-def test_units_of_games():
-    units = data.by_unit(GAMES)
-    assert units.task_rewards.tolist() == [1, -1, -1, 1]
-    assert units.unit_of_row.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
-    assert units.groups[0] == units.groups[2] != units.groups[1] == units.groups[3]
-    assert units.prompts.tolist() == [0] * 4 and units.response_lengths.tolist() == [4] * 4
-    assert describe(GAMES, units)["unit_reward/x"] == 0
 
 
 def test_siblings_of_a_tree_are_compared_with_each_other_alone():
@@ -206,18 +185,6 @@ def test_the_tasks_reward_is_asked_once_for_each_unit_without_one():
     with pytest.raises(ValueError, match="output 0 of a rollout has the reward 0.5, but its unit"):
         graded(played(0, 0, 0, 0.5), played(0, 0, 1, 1.0))
     assert graded(played(0, 0, 0, 0.5), played(0, 0, 1, 0.5)) == [0.5, 0.5]
-
-
-def test_a_reward_that_hides_its_use_of_alarms_is_refused(monkeypatch):
-    monkeypatch.setattr(shared_state, "REFUSED", set())
-
-    def reward(output, row):
-        with contextlib.suppress(Exception):
-            signal.signal(signal.SIGALRM, print)
-        return 1.0
-
-    with pytest.raises(BadReward, match="signal.alarm, which works in the main thread only"):
-        graded(played(0, 0, 0, None), reward=reward)
 
 
 def test_a_unit_without_a_sampled_token_counts_in_its_groups_mean():
