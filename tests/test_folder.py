@@ -100,19 +100,6 @@ def write_rewards(folder: Path, rewards: dict[int, float]):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_the_latest_checkpoints_and_the_best_are_kept_and_half_ones_removed(
-    tmp_path, process_group
-):
-    run = make_run(tmp_path, keep_checkpoints=1)
-    save(run, 1, 2)
-    folder = tmp_path / "checkpoints"
-    assert names(folder) == ["step_000002"]
-    run.evals = {2: 0.5, 4: 0.5, 5: 0.25}  # the first of equals is the best
-    (folder / ".step_000003").mkdir()  # a kill has left it
-    save(run, 4, 5)
-    assert names(folder) == ["step_000002", "step_000005"]
-
-
 def test_a_checkpoint_brings_all_back_but_the_changed_rate(tmp_path, process_group):
     """... and the rewards of a step that failed: its prompt 1 is taken again."""
     saved = make_run(tmp_path, lr=0.1, kl_target=0.1)

@@ -1,9 +1,7 @@
 """The log: the files of a run, its table, and how a resumed run starts."""
 
 import itertools
-import json
 import statistics
-import sys
 
 import pytest
 from conftest import output_of, rows_of
@@ -22,40 +20,6 @@ def args(tmp_path):
 
 def an_output(**changes) -> AgentLoopOutput:
     return output_of([1, 0], ids=[7, 8], version=4, logprob=-0.5, **changes)
-
-
-def test_args_versions_and_the_commit_are_kept(args, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    Log(args, None, 0, "a hash")
-    about = json.loads((tmp_path / "run/args.json").read_text())
-    assert {"torch", "transformers", "numpy"} <= set(about.pop("versions"))
-    about.pop("git")  # "" where there is none
-    launched = {"command": sys.argv, "processes": 2}
-    assert about == {"args": vars(args), "training_rows": "a hash"} | launched
-
-
-def test_a_step_is_a_json_object_and_a_line_of_the_table(args, tmp_path, capsys):
-    log = Log(args, None, 0)
-    first = {"step": 0, "eval/reward": 0.25}
-    second = {"step": 1, "reward/mean": 0.5, "rollout/logp_diff_max": 1.5e-6}
-    log.metrics(first)
-    log.metrics(second)
-    assert rows_of(tmp_path / "run/metrics.jsonl") == [first, second]
-    titles, at_0, at_1 = map(str.split, capsys.readouterr().out.splitlines())
-    assert titles[:3] == ["step", "reward", "eval"]
-    assert at_0 == ["0/30", "0.250"]
-    assert at_1 == ["1/30", "0.500", "1.5e-06"]
-
-
-def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(args, tmp_path):
-    log = Log(args, None, 0)
-    rows = [{"step": step} for step in range(6)]
-    for row in rows:
-        log.metrics(row)
-    file = tmp_path / "run/metrics.jsonl"
-    args.resume = True
-    Log(args, None, 3).metrics(rows[4])
-    assert rows_of(file) == rows[:5]
 
 
 def test_rollouts_are_a_line_each(args, tmp_path):

@@ -1,4 +1,4 @@
-"""flatrl/notices.py and trackers.py: what a run tells its user besides its table."""
+"""flatrl/notices.py, watch.py, trackers.py: what a run tells its user besides its table."""
 
 import json
 import sys
@@ -8,10 +8,12 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import PartialState
+from test_algos import output
 from test_data import make_output
 
 from flatrl.notices import Notices
 from flatrl.trackers import Tracker
+from flatrl.watch import Watch
 from train import Args
 
 NETWORK = SimpleNamespace(model=SimpleNamespace(num_parameters=lambda: 9900), is_packed=True)
@@ -72,30 +74,9 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log):
     first, second = log.said
     assert "step 1 taught nothing: 0 of 2 called a tool, 100% were cut off" in first
     assert "step 4 taught nothing" in second
-    notices.metrics({"step": 6, "actor/grad_norm": 0.0}, rollouts, batch | {"advantages": mask})
-    assert len(log.said) == 2  # told of already
-    notices.metrics({"step": 7, "actor/grad_norm": 0.1}, rollouts, batch | {"advantages": mask})
-    notices.metrics({"step": 8, "actor/grad_norm": 0.0}, rollouts, batch | {"advantages": mask})
-    assert "step 8 taught nothing: its gradient is 0. The teacher is" in log.said[2]
-    # A loss other than that of the advantages teaches, too.
-    batch = {"advantages": 0 * mask, "response_mask": mask}
-    log.said.clear()
-    Notices(log).metrics({"step": 1, "actor/imitation_loss": 0.5}, rollouts, batch)
-    assert log.said == []
 
 
-def test_rollouts_that_failed_are_counted(log):
-    notices = Notices(log)
-    failed = {"rollout/failed_agent_loop": 2, "rollout/failed_reward": 3, "eval/failed": 73}
-    notices.metrics({"step": 3, "eval/trajectories": 100} | dict.fromkeys(failed, 0))
-    assert log.said == []
-    notices.metrics({"step": 2, "eval/trajectories": 27, "rollout/trajectories": 11.0} | failed)
-    of_step, of_eval = log.said
-    assert of_step.startswith("warning: 5 of 16 rollouts of step 2 failed")
-    assert of_eval.startswith("warning: 73 of 100 rollouts of the evaluation at step 2 failed")
-
-
-def test_wandb_gets_numbers_and_a_table_of_trajectories_and_a_resumed_run_goes_on(log, monkeypatch):
+def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
     package = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", package)
     Tracker(log).metrics({"step": 0})  # without --tracker
@@ -115,9 +96,52 @@ def test_wandb_gets_numbers_and_a_table_of_trajectories_and_a_resumed_run_goes_o
     assert len(table["data"]) == 64 and fourth["prompt"] == 3
     assert fourth["reward"] == 0.75 and fourth["trajectory"] == "[1, 100, 101]"
 
-    log.args.resume = True
-    Tracker(log)
-    first, resumed = [call.kwargs for call in package.init.call_args_list]
-    assert first["name"] == f"{log.folder.name}-{first['id']}"
-    assert (first["resume"], first["config"]) == ("never", {"args": 1})
-    assert resumed == first | {"resume": "allow"}
+
+# ---------------------------------------------------------------- the five warnings
+
+
+def outputs_of(n_cut_off: int = 0, text: str = "", **metrics) -> list:
+    """Returns two outputs with reward 0 and four with reward 1, of which some were cut off."""
+    outputs = []
+    for i in range(6):
+        one = output(0, i, "11", float(i < 4))
+        one.stop_reason = "length" if i < n_cut_off else "stop"
+        one.text = text
+        one.metrics = metrics
+        outputs.append(one)
+    return outputs
+
+
+def warnings_of(*rows: dict, outputs: list) -> list[str]:
+    log = SimpleNamespace(args=Args(tool_parser="hermes"), said=[])
+    log.warn = log.said.append
+    watch = Watch(log)
+    for step, row in enumerate(rows, 1):
+        row = {"step": step, "actor/entropy": 0.5} | row
+        watch.metrics(row, SimpleNamespace(trained=outputs), {"some": "batch"})
+    watch.metrics({"step": 0, "actor/entropy": 0.0})  # an evaluation alone
+    return log.said
+
+
+CALL = "<tool_call>..."
+RAISED = {"tool_calls/ask": 2, "tool_exceptions/ask": 1}
+
+
+@pytest.mark.parametrize("rows, outputs, warning", [
+    ([{}], outputs_of(), None),
+    ([{}, {"actor/entropy": 2e-4}, {"actor/entropy": 1e-4}], outputs_of(),
+     "step 2: the entropy is nearly 0"),
+    ([{"rollout/kl": kl} for kl in (0.2, 0.1, 0.2, 0.11, 0.3, 0.4)], outputs_of(),
+     "step 5: rollout/kl is 0.3 a token, and has been above 0.1 for 3 steps"),
+    ([{}, {}], outputs_of(n_cut_off=3),
+     "step 1: 3 of the 4 best-paid answers were cut off by a limit"),
+    ([{}, {}], outputs_of(text=CALL, tool_calls=0),
+     "step 1: 6 answers look like tool calls, and none was parsed in them"),
+    ([{}, {}], outputs_of(**RAISED), "step 1: the tool 'ask' raised at 6 of its 12 calls"),
+])  # fmt: skip
+def test_a_fault_is_named_in_the_first_step_that_has_it(rows, outputs, warning):
+    said = warnings_of(*rows, outputs=outputs)
+    assert len(said) == (warning is not None)
+    if warning:
+        assert said[0].startswith(warning)
+        assert said[0].endswith(": docs/running.md#warnings)")
