@@ -150,16 +150,6 @@ def test_batch_stats_reach_the_objective_as_columns(registries):
     close(batch["batch_stats/batch"], MASK / 2)
 
 
-def test_the_told_policy_is_a_reference_for_an_estimator_that_asks(registries):
-    with pytest.raises(BadInput, match="--hints have an effect only with a --kl_coef, or where"):
-        check_registered(Args(hints=True))
-    losses.estimator("told")(lambda logprobs_ref: logprobs_ref)
-    args = Args(hints=True, adv_estimator="told")
-    check_args(args)
-    check_registered(args)
-    assert args.has_reference and args.ref_update == 1
-
-
 @pytest.mark.parametrize("asks", [True, False])
 def test_an_objective_gets_clean_inputs_and_may_weigh_imitation(registries, asks):
     """Two tokens are sampled, the one between them is garbage, and the last is demonstrated."""

@@ -2,10 +2,8 @@
 
 Whole runs are in tests/gpu."""
 
-import asyncio
 import dataclasses
 import types
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from fixed_batch import batch_of
 
 import data
 import train
-from flatrl import devices, layers, processes, user_code
+from flatrl import devices, layers
 from flatrl.bad_input import BadInput
 from train import Args
 
@@ -106,43 +104,10 @@ def test_frozen_weights_take_half_the_memory_and_no_number_changes(
     assert found == expected and found["actor/grad_norm"] > 0
 
 
-def test_ranks_without_a_gpu_or_a_connection_are_refused(monkeypatch, process_group):
+def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(BadInput, match="more processes than GPUs: give --num_processes 4"):
         devices.start_processes(Args())
-
-    def fail(tensor):
-        raise RuntimeError("no space left on /dev/shm")
-
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(torch.distributed, "all_reduce", fail)
-    with pytest.raises(BadInput, match="--ipc=host.*NCCL_DEBUG.*no space left on /dev/shm"):
-        devices.join_group("gloo")
-
-
-def test_user_code_runs_on_the_gpu_of_its_rank(monkeypatch):
-    used = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", used.append)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    background = processes.Background()
-    background.submit(asyncio.sleep(0)).result()
-    with ThreadPoolExecutor(initializer=user_code.THREADS._initializer) as threads:
-        threads.submit(int).result()
-    background.close()
-    assert used == [3, 3]
-
-
-@pytest.mark.parametrize("quota, expected", [("max 100000", 16), ("250000 100000", 2), (None, 16)])
-def test_cores_are_those_of_the_container(quota, expected, monkeypatch):
-    def read(path):
-        if quota is None:
-            raise FileNotFoundError
-        return quota
-
-    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda pid: range(16))
-    monkeypatch.setattr(devices.Path, "read_text", read)
-    assert devices.n_cores() == expected
