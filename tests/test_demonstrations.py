@@ -13,7 +13,6 @@ from torch.testing import assert_close as close
 import data
 import train
 from agent_loop import BadInput, agent_loop_class
-from examples import tiny_models
 from flatrl.metrics import batch_metrics
 from rollout import DemonstrationEngine, Rollouts
 from train import Args
@@ -74,15 +73,6 @@ def test_a_loop_that_wants_more_turns_ends_and_one_that_ends_leaves_turns(tokeni
         play(tokenizer, ["x" * 20], max_response_tokens=20)
 
 
-def test_the_window_of_a_tiny_model_is_named(tokenizer, monkeypatch):
-    row = loaded(prompt=PROMPT, demonstration=[CALL, ANSWER])
-    (ids, mask) = asyncio.run(tiny_models.play(row, CALCULATOR, tokenizer))[0]
-    end = len(encode(tokenizer, tool_turn("2") + ANSWER + END))
-    monkeypatch.setattr(tokenizer, "model_max_length", len(ids) - end)
-    with pytest.raises(BadInput, match=f"window, {len(ids) - end} tokens, ends its demonstration"):
-        asyncio.run(tiny_models.play(row, CALCULATOR, tokenizer))
-
-
 def step_of(outputs: list, **flags) -> tuple[dict, dict]:
     """The batch and the metrics as train.main has them, with logprobs and values made up."""
     args = Args(**flags)
@@ -98,15 +88,11 @@ def step_of(outputs: list, **flags) -> tuple[dict, dict]:
 @pytest.mark.parametrize("flags", [
     {"adv_estimator": "gae", "whiten_advantages": True, "kl_coef": 0.1, "kl_in": "reward"},
     {"adv_estimator": "gigpo", "max_staleness": 2, "rollout_correction": "tis"},
-    {"adv_estimator": "remax"},
 ], ids=lambda flags: flags["adv_estimator"])  # fmt: skip
 def test_advantages_and_metrics_do_not_see_demonstrations(flags):
     outputs = [output(0, 0, "111", 1.0), output(0, 1, "1011", 0.0), output(4, 0, "11", 1.0)]
     for each, version in zip(outputs, (3, 2, 1)):
         each.response_versions = [version if mask else -1 for mask in each.response_mask]
-    if flags["adv_estimator"] == "remax":
-        outputs.append(output(0, 2, "1", 0.5))
-        outputs[-1].extra["greedy"] = True
     shown = [output(2, 0, "1101", 1.0), output(5, 0, "111", 0.25)]
     for each in shown:
         each.response_versions = [-1] * len(each.response_ids)

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import functools
 import io
 import shutil
 from dataclasses import dataclass, field, replace
@@ -224,11 +223,10 @@ def test_gradients_are_those_of_transformers_and_shared_prefixes_are_computed_on
 
 # ---------------------------------------------------------------- agent loops, a scripted engine
 
-CALL = call("show")
+CALL = call("notes")
 LENGTHS = train.Args(
     max_images=4, max_prompt_tokens=400, max_response_tokens=400, max_model_len=800
 )
-show = functools.partial(Notes, name="show")
 
 
 @dataclass
@@ -246,14 +244,6 @@ class Seeing(Script):
         return out
 
 
-def play(processor, row: dict, tool):
-    """Plays a row whose agent calls the tool, then says "red"; returns output and engine."""
-    engine = Seeing(processor.tokenizer, (CALL, "red"), processor=processor)
-    task = SimpleNamespace(TOOLS=[tool])
-    loop = ToolAgentLoop(engine, processor.tokenizer, processor, task, LENGTHS)
-    return asyncio.run(loop.run({}, **row)), engine
-
-
 def row_with(*images) -> dict:
     content = [{"type": "image"} for _ in images] + [{"type": "text", "text": "Look."}]
     return {"prompt": user(content), "images": list(images)}
@@ -261,8 +251,11 @@ def row_with(*images) -> dict:
 
 def test_the_engine_gets_a_placeholder_an_image_and_the_trainer_all(processor):
     first, second = picture(1, 84, 56), picture(2, 56, 56)
-    tool = show(ToolResponse("here", images=[second], reward=0.5))
-    output, engine = play(processor, row_with(first), tool)
+    tool = Notes(ToolResponse("here", images=[second], reward=0.5))
+    engine = Seeing(processor.tokenizer, (CALL, "red"), processor=processor)
+    task = SimpleNamespace(TOOLS=[tool])
+    loop = ToolAgentLoop(engine, processor.tokenizer, processor, task, LENGTHS)
+    output = asyncio.run(loop.run({}, **row_with(first)))
     parts = [CALL + "<|im_end|>", tool_turn(f"here{SEEN}"), "red<|im_end|>"]
     decode = processor.tokenizer.decode
     before, after = map(decode, engine.prompts)
@@ -286,19 +279,14 @@ def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(process
 
     class Agent(ChatAgentLoop):
         async def chat(self, client, prompt, **row):
-            create = client.chat.completions.create
-            reply = await create(messages=[*prompt])
             part = {"type": "image_url", "image_url": {"url": url}}
-            more = [reply.choices[0].message, *user([part])]
-            await create(messages=[*prompt, *more])
-            return 1.0
+            await client.chat.completions.create(messages=[*prompt, *user([part])])
 
-    engine = Seeing(processor.tokenizer, ("red", "blue"), processor=processor)
+    engine = Seeing(processor.tokenizer, ["red"], processor=processor)
     agent = Agent(engine, processor.tokenizer, processor, None, LENGTHS)
     (output,) = asyncio.run(agent.run({}, **row_with(first)))
     both = [first.tobytes(), second.tobytes()]
-    assert [image.tobytes() for image in output.images] == both
-    assert engine.images == [both[:1], both]
+    assert [image.tobytes() for image in output.images] == both == engine.images[0]
 
 
 # ---------------------------------------------------------------- rows
@@ -331,43 +319,26 @@ def test_images_in_each_form_that_data_sets_have(args, processor, tmp_path):
         check_one(row, args, processor, max_prompt_tokens=length - 1)
 
 
-def png(image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "png")
-    return file.getvalue()
-
-
-RED, GONE = (255, 0, 0, 255), (0, 0, 0, 0)
-PALETTE = Image.new("P", (1, 1))
-PALETTE.info["transparency"] = 0
-
-
 @pytest.mark.parametrize("image, seen", [
-    (Image.new("RGBA", (1, 1), RED), (255, 0, 0)),
-    (Image.new("RGBA", (1, 1), GONE), (255, 255, 255)),
     (Image.new("LA", (1, 1), (0, 128)), (127, 127, 127)),
-    (PALETTE, (255, 255, 255)),
     (Image.fromarray(np.array([[0x40FF]], np.uint16)), (64, 64, 64)),
 ])  # fmt: skip
 def test_pixels_that_are_not_rgb(image, seen):
     """Transparent ones show white, as in vLLM; of 16 bits the upper eight stay."""
-    for source in (image, png(image)):
-        assert load_image(source).getpixel((0, 0)) == seen
+    assert load_image(image).getpixel((0, 0)) == seen
 
 
 IMAGE = picture(1, 56, 56)
 
 
-@pytest.mark.parametrize("content, images, said", [
-    ("<image>", [b"abc"], "can't be read"),
-    ("<image>", [Image.new("F", (56, 56))], "its mode is 'F'"),
-    ("<image><image>", [IMAGE] * 2, "2 images are more than max_images 1"),
-    (f"<image>{PLACE}", [IMAGE], "there are 1 images, but 2 placeholders"),
+@pytest.mark.parametrize("content, images", [
+    ("<image>", [b"abc"]),
+    ("<image><image>", [IMAGE] * 2),  # more than max_images
+    (f"<image>{PLACE}", [IMAGE]),
 ])  # fmt: skip
-def test_bad_images_are_found_early(args, processor, content, images, said):
-    row = {"prompt": user(content), "images": images}
-    with pytest.raises(BadInput, match=f"row 0.* .*{said}"):
-        check_one(row, args, processor, max_images=1)
+def test_bad_images_are_found_early(args, processor, content, images):
+    with pytest.raises(BadInput, match="row 0"):
+        check_one({"prompt": user(content), "images": images}, args, processor, max_images=1)
 
 
 def test_train_with_images(tmp_path):

@@ -4,7 +4,6 @@ import asyncio
 import datetime
 import enum
 from types import SimpleNamespace
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -72,10 +71,7 @@ def variadic(*x: str): ...
 def untyped(x): ...
 
 
-def undocumented(x: str): ...
-
-
-@pytest.mark.parametrize("function", [variadic, untyped, undocumented])
+@pytest.mark.parametrize("function", [variadic, untyped, taking(int | list[int])])
 def test_functions_that_can_not_be_tools(function):
     with pytest.raises(BadInput, match=f"^the function '{function.__name__}' can't be a tool: "):
         as_tool(function)
@@ -101,20 +97,11 @@ class Colour(enum.Enum):
     (str, 3, "3"),
     (bool, "true", True),
     (dict[str, list[int]], '{"a": ["1"]}', {"a": [1]}),
-    (tuple[int, str], [1, "a"], (1, "a")),
     (list[str] | None, "null", None),
-    (Literal["a", "b"], "b", "b"),
     (Colour, "red", Colour.RED),
 ])  # fmt: skip
 def test_arguments_become_what_the_hint_names(hint, value, got):
     assert read(taking(hint), x=value) == repr(got)
-
-
-def test_the_schema_says_what_a_call_may_hold():
-    schema = as_tool(taking(Colour)).schema["function"]["parameters"]["properties"]["x"]
-    assert (schema["type"], schema.get("enum", [schema.get("const")])) == ("string", ["red"])
-    with pytest.raises(BadInput, match="'x' has more than one JSON type"):
-        as_tool(taking(int | list[int]))
 
 
 @pytest.mark.parametrize("function, arguments, said", [
@@ -132,8 +119,7 @@ def test_wrong_arguments(function, arguments, said):
 @pytest.mark.parametrize("result, text", [
     ("it's", "it's"),
     (None, ""),
-    ({"ok": None, "say": ["it's", "é"]}, '{"ok": null, "say": ["it\'s", "é"]}'),
-    (({"a": 1}, 0.5, None), '{"a": 1}'),  # with a reward
+    (({"a": None, "b": "é"}, 0.5, None), '{"a": null, "b": "é"}'),  # with a reward
     ([datetime.date(2020, 1, 1), np.int64(1)], '["2020-01-01", "1"]'),
 ])  # fmt: skip
 def test_what_the_model_reads(result, text):
