@@ -56,7 +56,7 @@ from flatrl.routes import decode_routes
 from flatrl.rows import as_text, check_demonstration, check_row, check_tokenizer, tool_schemas
 from flatrl.tables import Rows, prompt_order, read_files, rows_of  # noqa: F401 (re-exported)
 from flatrl.units import Outputs, last_outputs, unit_of
-from flatrl.vision import expand, load_images, same_images
+from flatrl.vision import expand, load_images, prefix_ids_of
 from losses import BT, NS, B, N, Turns
 
 BL = Annotated[Tensor, "B L"]  # outputs x tokens of prompt and response, right-padded
@@ -150,8 +150,7 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     The limit is args.max_prompt_tokens tokens of the rendered prompt. With prompt_truncate_side, a
     key of --agent_args, longer prompts are shortened in place first. The main rank does it for all.
 
-    Raises BadInput if no prompt is short enough, and as `_checked_length`, `check_tokenizer` and,
-    if args play demonstrations, `check_demonstration` do."""
+    Raises BadInput if no prompt is short enough, or if a check fails."""
     if not rows:
         return rows
     chat_tokenizer = with_template_variables(tokenizer, args.chat_template_args)
@@ -215,19 +214,14 @@ def _shorten_prompt(row: dict, limit: int, length_of: Callable, tokenizer, side:
     return row
 
 
-# Columns of other data sets that no agent loop of agent_loop.py reads, and what to do about them.
-UNREAD = {
-    "tools": "tools are the task's TOOLS, of which a row's tools_kwargs can choose some",
-    "chat_template_kwargs": "--chat_template_args gives them for all rows",
-}
+# Columns of other data sets that no agent loop of agent_loop.py reads, and what is read instead.
+UNREAD = {"tools": "the task's TOOLS", "chat_template_kwargs": "--chat_template_args"}
 
 
 def _checked_length(row: dict, chat_tokenizer, task, args, processor) -> int:
-    """Checks a row, and returns the tokens of its rendered prompt, with its images and its hint.
+    """Returns the number of tokens in a row's rendered prompt, with its images and its hint.
 
-    Raises BadInput if its agent loop, one of its tools or its interaction is unknown, if it has a
-    column of UNREAD, if its prompt can't be rendered, if an image can't be read, or if it has more
-    than args.max_images, or any although the model takes none (processor is None)."""
+    Raises BadInput if it can't be rendered, or if the row does not suit task, model or args."""
     name = f"row {row.get('index')}"
     images = row.get("images") or []
     need(
@@ -237,9 +231,9 @@ def _checked_length(row: dict, chat_tokenizer, task, args, processor) -> int:
     )
     with refusing(name):
         loop = agent_loop_class(row, task, args)
-        for column, instead in UNREAD.items():
-            is_read = loop.__module__ != "agent_loop"  # a loop of the task's own
-            need(is_read or not row.get(column), f"{name}: {column!r} is not read: {instead}")
+        if loop.__module__ == "agent_loop":
+            for column, instead in UNREAD.items():
+                need(not row.get(column), f"{name}: {column!r} is not read, but {instead}")
         interaction = task_interaction(task, row_kwargs(row, "interaction_kwargs"))
         need(
             row["prompt"] or interaction,
@@ -340,9 +334,9 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         versions           (B, T) long, of the weights that sampled the token, else -1
         truncated          (B,) bool, True if a length or turn limit cut the output off
     If there are images:
-        images             B lists of PIL images, in which equal images are one object
+        images             B lists of PIL images
         prefix_ids         (B, L) input_ids in which different images have different placeholders
-                           (`same_images`), so that equal prefixes have equal images
+                           (`prefix_ids_of`), so that equal prefixes have equal images
     If an output has extra["routes"] (--router_replay):
         routes             B tensors of small integers, (tokens, layers, k) each, or None
     If an output has extra["told_prompt_ids"] (--hints):
@@ -375,7 +369,8 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         tensors["imitation_mask"] = is_imitated.float()
     images = [output.images for output in outputs]
     if any(images):
-        tensors |= same_images(tensors["input_ids"], images, image_token_id)
+        tensors["images"] = images
+        tensors["prefix_ids"] = prefix_ids_of(tensors["input_ids"], images, image_token_id)
     hinted = told_outputs(outputs)
     if hinted:
         tensors["hinted"] = collate(hinted, image_token_id)
@@ -410,11 +405,8 @@ class Batch(dict):
 
     def select(self, rows: list[int]) -> "Batch":
         """Returns the batch of these rows alone. Its units take the rewards that have arrived."""
-        tensors = self
-        if rows != list(range(len(self.outputs))):  # otherwise no tensor need be copied
-            tensors = select_rows(self, rows)
         outputs = [self.outputs[row] for row in rows]
-        return Batch(outputs, tensors)
+        return Batch(outputs, select_rows(self, rows))
 
     @property
     def shaped_rewards(self) -> N:
@@ -554,13 +546,9 @@ def place_rewards(batch: Batch, terminal: N) -> NS:
     """Returns the reward at each place of `EndToEnd`. A row adds up to its unit's whole reward.
 
     terminal: the terminal rewards. Each goes to the last sampled token of its unit. A turn reward
-    goes to the first of these that exists:
-        1. the token that it names, if that was sampled
-        2. the last sampled token before it
-        3. the first sampled token of its output
-    Without any sampled token (in the unit or, for a turn reward, in its output), a reward goes to
-    place 0 of the unit. That place is empty, so no token gets credit, but the unit's sum counts
-    it."""
+    goes to the `nearest_place` of its token. Without any sampled token (in the unit or, for a turn
+    reward, in its output), a reward goes to place 0 of the unit. That place is empty, so no token
+    gets credit, but the unit's sum counts it."""
     layout = batch.layout
     rewards = torch.zeros_like(layout.mask)
     units = batch.units.unit_of_row.tolist()
@@ -579,10 +567,8 @@ def turn_states(outputs: Outputs, turns: list[int]) -> Turns:
     """Returns an integer for each sampled turn of all units, unit by unit.
 
     Equal integers mean the same state in the same group. turns: the number of turns of each unit.
-
-    States are the items of the outputs' metrics["states"], one for each turn, which a task's
-    reward function may set. They are compared by value. By default a turn's state is its index
-    in its unit. Raises ValueError if a unit's states and turns differ in number."""
+    States are the items of metrics["states"], which a task's reward function may set, compared by
+    value; by default the turn's index in its unit. Raises ValueError if they are not one a turn."""
     given = defaultdict(list)
     for output in outputs:
         given[unit_of(output)] += output.metrics.get("states", [])
@@ -748,7 +734,7 @@ class MicroBatch:
 
 
 def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
-    """Returns some rows of a batch as one MicroBatch, which is in prefix order."""
+    """Returns some rows of a batch as one MicroBatch."""
     ids = batch.get("prefix_ids", batch["input_ids"])  # (B, L)
     tokens_of = {}  # row -> its tokens, without padding: other rows may be many times as long
     for row in rows:
@@ -862,11 +848,8 @@ def micro_batches_of_this_rank(
 
     At most max_tokens tokens of a micro-batch, or the longest row, go through the network. If
     packed, a prefix that rows share counts once; otherwise padding counts, too. There are as few
-    micro-batches as that allows, rounded up to a multiple of the number of ranks, and they are
-    about equal in size.
-
-    All ranks get the same number of micro-batches, because DDP counts backward passes. A rank
-    with fewer gets fillers."""
+    micro-batches as that allows, and about equal in size. All ranks get the same number, because
+    DDP counts backward passes: a rank with fewer gets fillers."""
     n_ranks = dist.get_world_size()
     whole = in_prefix_order(batch, rows)
     fill = _fill_packed if is_packed else _fill_padded
@@ -889,8 +872,7 @@ def _equal_parts(whole: MicroBatch, max_tokens: int, n_ranks: int, fill: Callabl
     """Divides rows into parts of about equal size: the micro-batches of all ranks.
 
     fill(whole, budget) divides them into parts of at most `budget` tokens, which is at least the
-    longest row. Bisects for a smaller budget that needs no more micro-batches: parts then have
-    about equal size. It may not be the smallest one, as a larger budget can need more parts."""
+    longest row. Bisects for a small budget that needs no more micro-batches."""
     longest = max(whole.lengths)
     max_tokens = max(max_tokens, longest)
     n_needed = len(fill(whole, max_tokens))
@@ -939,12 +921,8 @@ def _pack_shared_prefixes(ids: BL, micro: MicroBatch) -> tuple[dict, BL]:
     """Packs the tokens that each row of a micro-batch adds.
 
     ids: the token ids of its rows. Returns a model's inputs (see `pack_rows`), and where each
-    row's tokens are among the packed ones, their slots:
-
-        row   its tokens        it adds         slots of its tokens
-        5     the cat sat       the cat sat     0 1 2
-        2     the cat ran off   ran off         0 1 3 4
-        7     a dog             a dog           5 6"""
+    row's tokens are among the packed ones, their slots: 0 1 2, 0 1 3 4 and 5 6 in the example of
+    `MicroBatch`."""
     flat, position_ids, cu_seqlens, max_seqlen = pack(ids, micro.lengths, micro.shared)
     inputs = {
         "input_ids": flat,
@@ -979,10 +957,7 @@ def pack_rows(
 ) -> dict:
     """Returns the network's inputs for R rows, and where to read the predictions.
 
-    If they are packed, a prefix that a row shares with the row before it goes through the network
-    once. A token's slot is its position among the P tokens that do (`_pack_shared_prefixes`).
-
-    Returns a dict:
+    A token's slot is its position among the P tokens that go through the network. Returns a dict:
         inputs    of the model, see below
         images    for `Vision`: (token ids, PIL images, tokens shared) of each row, or []
         top_k     how many of the likeliest ids a Policy gives for each token
@@ -991,7 +966,7 @@ def pack_rows(
 
     Packed inputs:
         input_ids, position_ids, cu_seqlens, max_seqlen   from `pack`, of the tokens that rows add
-    and only if anything is shared:
+    And if anything is shared:
         key_index      (K,) the slots of all tokens of each row, one row after the other
         cu_seqlens_k   where these rows begin and end
     Otherwise the only input is input_ids (R, L), right-padded, and slots are counted row by row
@@ -1032,8 +1007,7 @@ def _predictions(batch: dict, micro: MicroBatch, ids: BL, slots: BL) -> dict:
         shape        (R, T)
 
     With batch["ref_top_ids"], (B, T, K), targets is (n, 1 + K): the token and K other ids. Then
-    M = n, because rows that agree may have other ids: their teachers may have been told different
-    hints."""
+    M = n, because rows that agree may have other ids, from teachers with other hints."""
     mask = batch["response_mask"][micro.rows]
     if "imitation_mask" in batch:
         mask = mask + batch["imitation_mask"][micro.rows]

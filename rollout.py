@@ -65,6 +65,7 @@ from flatrl.processes import (
     all_gather,
     gather_unless_stopped,
     memory,
+    raise_if_stopped,
 )
 from flatrl.rows import copy_row
 from flatrl.shared_state import check_refused
@@ -193,10 +194,8 @@ class Engine:
         """Copies all parameters into the engine.
 
         named_tensors: (name in a checkpoint, tensor) pairs, each taken when the one before is
-        done. A tied parameter is passed once. The tensors of a layer are kept until the layer is
-        complete; then vLLM rebuilds derived weights (other layouts, fp8).
-        Raises RuntimeError with the name of a parameter that failed or did not arrive. The engine
-        is unusable after that."""
+        done. A tied parameter is passed once. Raises RuntimeError with the name of a parameter
+        that failed or did not arrive. The engine is unusable after that."""
         from vllm.config import set_current_vllm_config
 
         self._require("weights")
@@ -238,9 +237,7 @@ class Engine:
         self.state = "asleep"
 
     def mark_versions(self):
-        """Records which tokens of unfinished requests the current weights sampled, and counts them.
-
-        Call it before the weights change."""
+        """Records which weights sampled the tokens of unfinished requests, and counts these."""
         for state in self.core.output_processor.request_states.values():
             request = self.running.get(state.external_req_id)
             if request:
@@ -371,27 +368,25 @@ class Engine:
         if aborted or runs_model:
             if self.team:
                 copies = [replace(request, future=None) for request in added]
-                self._send((aborted, copies, runs_model))
+                self._broadcast((aborted, copies, runs_model))
             self._carry_out(aborted, added, runs_model)
 
-    def _send(self, command):
-        """Sends the arguments of `_carry_out`, or None, from the leader of a team to the others."""
-        dist.broadcast_object_list([command], group=self.team, group_src=0)
+    def _broadcast(self, command=None):
+        """Returns the arguments of `_carry_out`, or None, that the leader passes to its team."""
+        box = [command]
+        dist.broadcast_object_list(box, group=self.team, group_src=0)
+        return box[0]
 
     def follow(self):
         """Does what the leader does, until the leader calls `end_phase`."""
-        while True:
-            command = [None]
-            dist.broadcast_object_list(command, group=self.team, group_src=0)
-            if command[0] is None:
-                return
-            self._carry_out(*command[0])
+        while command := self._broadcast():
+            self._carry_out(*command)
 
     def end_phase(self):
         """Ends a rollout phase: aborts the calls that were given up, and releases followers."""
         self._advance()
         if self.team and self.leader:
-            self._send(None)
+            self._broadcast(None)
 
     def _carry_out(self, aborted: list[str], added: list[_Request], runs_model: bool):
         """Aborts and adds requests, runs a model step, and hands out the results."""
@@ -467,8 +462,7 @@ class Rollouts:
     """The rollouts of one step, from all ranks; or those of one prompt's group.
 
     outputs: in the order of (prompt, sample, segment). Each output.extra has these three numbers,
-    and its row's "index". Token lists are of the class Numbers (flatrl/compact.py), which acts like
-    a list. An output may be marked in `extra`: "filtered" if dynamic sampling replaced its group,
+    and its row's "index". It may have marks: "filtered" if dynamic sampling replaced its group,
     "greedy" if it is a baseline of ReMax, "demonstration" if its turns were given.
         sampled    without greedy, demonstration     what the policy did
         trained    without greedy, filtered          what the update learns from
@@ -514,9 +508,7 @@ class Rollouts:
             )
 
     def metrics(self, engine: Engine | None) -> dict:
-        """Returns metrics of outputs, groups, failures and, unless it is None, the engine.
-
-        Call it once the outputs have their rewards."""
+        """Returns metrics of outputs with rewards, groups, failures and, if given, the engine."""
         metrics = self.group_metrics()
         if self.sampled:
             metrics |= describe(self.sampled, data.by_unit(self.sampled))
@@ -652,9 +644,9 @@ class RolloutEngine:
 async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list[AgentLoopOutput]:
     """Runs the agent loop of a row. Returns its outputs, completed by `complete_output`.
 
-    run: train.Run. row: a copy, to which columns are added and which the loop may change.
-    sampling: vLLM's parameters. Raises whatever the loop raises, TypeError if it returns anything
-    but outputs, and ValueError for token ids or images that the model does not have."""
+    run: train.Run. row: a copy, which the loop may change. sampling: vLLM's parameters. Raises
+    whatever the loop raises, TypeError if it returns anything but outputs, and ValueError for token
+    ids or images that the model does not have."""
     args = run.args
     engine = run.engine
     row |= {"step": member.step, "rollout_n": member.sample, "validate": member.validate}
@@ -722,8 +714,7 @@ def print_tool_exceptions(loop: AgentLoopBase):
 
 
 def complete_output(output: AgentLoopOutput, segment: int, tokenizer, member: Member, row: dict):
-    """Fills in what an agent loop need not: in `extra` an output's numbers and marks (see
-    Rollouts), its text, and its messages."""
+    """Fills in what an agent loop need not: numbers and marks (see Rollouts), text, messages."""
     numbers = {"prompt": member.prompt, "sample": member.sample, "segment": segment}
     output.extra = {**output.extra, "index": row.get("index"), **numbers}
     if member.demonstration:
@@ -743,8 +734,7 @@ async def grade_rollout(run, outputs: list[AgentLoopOutput], row: dict, reward=N
     """Sets the rewards of a rollout's outputs, see `set_rewards`, in REWARD_TIMEOUT seconds.
 
     run: train.Run. row: a copy, which the reward function may change."""
-    name = f"the reward of prompt {outputs[0].extra['prompt']}"
-    await in_time(name, REWARD_TIMEOUT, set_rewards(run.task, outputs, row, reward))
+    await in_time("the reward", REWARD_TIMEOUT, set_rewards(run.task, outputs, row, reward))
     if "states" in run.args.estimator_takes:
         # Raises if states and turns differ in number: now, so that it costs this rollout alone.
         batch = data.make_batch(outputs)
@@ -754,27 +744,21 @@ async def grade_rollout(run, outputs: list[AgentLoopOutput], row: dict, reward=N
 async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dict, reward=None):
     """Sets the terminal reward of each unit of a rollout, the same for all its outputs.
 
-    It is the reward of the unit's last output, if the loop set one. Otherwise the task's reward
-    function, or `reward` in its place, is called with that output. It may also write to
-    output.turn_rewards and output.metrics. Raises ValueError if a reward is not finite, if a
-    turn's reward is at no token, or if a unit has two rewards or groups, and BadReward if a reward
-    is not a number, or if the task's function uses an alarm."""
+    It is the reward of the unit's last output, if the loop set one, else what the task's reward
+    function, or `reward`, returns for that output. Raises ValueError if a reward is not finite, if
+    a turn's reward is at no token, or if a unit has two rewards or groups, and BadReward if a
+    reward is not a number, or if the task's function uses an alarm."""
     units = defaultdict(list)
     for output in outputs:
         units[output.unit].append(output)
     for unit, outputs_of_unit in units.items():
         last = outputs_of_unit[-1]
         for output in outputs_of_unit:
-            if output.reward not in (None, last.reward):
+            if output.reward not in (None, last.reward) or output.group != last.group:
                 raise ValueError(
-                    f"output {outputs.index(output)} of a rollout has the reward "
-                    f"{output.reward}, but its unit {unit!r} gets that of its last output: name "
-                    "a `unit` for each output that has a reward of its own, or use turn_rewards"
-                )
-            if output.group != last.group:
-                raise ValueError(
-                    f"the outputs of unit {unit!r} are in the groups {output.group!r} and "
-                    f"{last.group!r}: a unit has one"
+                    f"output {outputs.index(output)} of a rollout has another reward or group than "
+                    f"the last one of its unit {unit!r}: name a `unit` for each output that has a "
+                    "reward of its own, or use turn_rewards"
                 )
         value = last.reward
         if value is None:
@@ -796,14 +780,13 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
 async def group_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dict) -> dict:
     """Returns what the task's `group_reward` gives the units of a prompt, by `unit_of`.
 
-    It is called once, with the last output of each unit that the loop gave no reward, in the order
-    of the rollouts, and with a copy of the row for each. Raises ValueError if it returns more or
-    fewer rewards."""
+    It gets the last output of each unit that the loop gave no reward, and a copy of the row for
+    each. Raises ValueError if it returns more or fewer rewards."""
     judged = [output for output in last_outputs(outputs) if output.reward is None]
     if not judged:
         return {}
     rows = [copy_row(row) for _ in judged]
-    rewards = [*await call(task.group_reward, [*judged], rows)]
+    rewards = list(await call(task.group_reward, list(judged), rows))
     if len(rewards) != len(judged):
         raise ValueError(f"group_reward returned {len(rewards)} rewards for {len(judged)} outputs")
     return dict(zip(map(unit_of, judged), rewards))
@@ -835,9 +818,8 @@ class Pool:
     """Runs groups of rollouts on the background loop, and hands them out batch by batch.
 
     Prompts have numbers and are trained in that order: a batch is the next `batch_size` prompts.
-    While a slow one is waited for, prompts of the next `staleness` batches may start, too, as in
-    AReaL (arXiv 2505.24298, sec. 5). Those wait in `generate` while the policy trains, and continue
-    under the next weights. With batches of two and staleness 1:
+    Prompts of the next `staleness` batches may start, too, as in AReaL (arXiv 2505.24298, sec. 5).
+    With batches of two and staleness 1:
 
         step                     0      1      2      3
         its rollout may start    0-3    4-5    6-7    8-9
@@ -845,9 +827,8 @@ class Pool:
 
     So no token is older than `staleness` steps, and the next prompt's number is enough to resume.
 
-    Dynamic sampling replaces a group whose members' rewards are equal: it is left out, and one more
-    prompt may start. A step replaces at most `replacements` groups and trains on any further ones.
-    """
+    Dynamic sampling leaves out a group whose members' rewards are equal, and starts one more
+    prompt. A step replaces at most `replacements` groups and trains on any further ones."""
 
     run: Any  # train.Run
     kind: str  # "train" or "eval"; part of the rollouts' names, and so of their seeds
@@ -967,7 +948,7 @@ class Pool:
 
     async def _run_member(self, group: Rollouts, member: Member) -> list[AgentLoopOutput]:
         """Runs one rollout, adds compact copies of its outputs or its error to the group, and
-        returns the outputs, which are graded. Raises only if the pool is ended."""
+        returns the outputs."""
         try:
             # The row is read in here, as a bad one of a large table raises.
             row = copy_row(self.row_of(member.prompt))
@@ -1088,9 +1069,9 @@ class Pool:
                 states.append(state)
             return True
 
-        finished = self._work_until(take_ended, self.title, self.batch_size)
+        self._work_until(take_ended, self.title, self.batch_size)
         # Rank 0's: all leaders have the same, and the followers of a --tp team have none.
-        states = gather_unless_stopped(states, not finished)[0]
+        states = gather_unless_stopped(states, self.run.stop.requested)[0]
 
         numbered = enumerate(states, self.first_of_next_batch)
         without_signal = [prompt for prompt, state in numbered if state == NO_SIGNAL]
@@ -1107,24 +1088,24 @@ class Pool:
             n_not_handed_out = self.store.add("no_signal", 0) - self.n_without_signal
             self._set_limit(capacity + min(n_not_handed_out, self.replacements))
 
-    def _work_until(self, is_done: Callable[[], bool], title: str, total: int) -> bool:
-        """Lets the engine generate until is_done(), or returns False if the run is told to stop."""
+    def _work_until(self, is_done: Callable[[], bool], title: str, total: int):
+        """Lets the engine generate until is_done(), or until the run is told to stop."""
         engine = self.engine
         statistics_before = Counter(engine.statistics)
         started = time.perf_counter()
         try:
-            if not engine.leader:
+            if engine.leader:
+                with Bar(None, title, total=total, unit="prompt") as bar:
+                    self._step_until(is_done, bar)
+            else:
                 engine.follow()
-                return True
-            with Bar(None, title, total=total, unit="prompt") as bar:
-                return self._step_until(is_done, bar)
         finally:
             engine.end_phase()
             engine.mark_versions()  # counts the tokens of unfinished requests, too
             self.seconds += time.perf_counter() - started
             self.statistics += engine.statistics - statistics_before
 
-    def _step_until(self, is_done: Callable[[], bool], bar: Bar) -> bool:
+    def _step_until(self, is_done: Callable[[], bool], bar: Bar):
         """Steps the engine as `_work_until` says. It asks whenever a group has ended on a rank."""
         n_before = self.store.add("ended", 0)
         n_seen = None
@@ -1135,14 +1116,13 @@ class Pool:
             if n_ended != n_seen:
                 n_seen = n_ended
                 if is_done():
-                    return True
+                    return
             if self.future.done():
                 self.future.result()  # raises the error that ended the pool
             if self.engine.state == "awake":
                 self.engine.step(0.02)  # not longer: other ranks may end the rollout
             else:  # in a step of demonstrations alone the engine sleeps
                 time.sleep(0.01)
-        return False
 
     def _gather(self, prompts: range, replaced: list[int]) -> Rollouts:
         """Returns the rollouts of these prompts, from all ranks to all ranks."""
@@ -1182,7 +1162,7 @@ class Pool:
     def next_prompt(self, steps_done: int) -> int:
         """Returns the prompt with which a run is resumed after steps_done steps.
 
-        A step that was interrupted after its rollout takes its batch again."""
+        A step that was interrupted takes its batch again."""
         return self.first_of_next_batch if steps_done > self.step else self.first_of_batch
 
     def finish_running(self):
@@ -1191,8 +1171,8 @@ class Pool:
         No others start until the next `rollout`. Raises Stopped."""
         self._set_limit(0)
         total = len(self.unfinished)
-        finished = self._work_until(lambda: not self.unfinished, "before the evaluation", total)
-        gather_unless_stopped(None, not finished)
+        self._work_until(lambda: not self.unfinished, "before the evaluation", total)
+        raise_if_stopped(self.run.stop)
 
     def _set_limit(self, limit: int):
         """Lets prompts below the limit start. After it returns, no other prompt starts."""
@@ -1261,8 +1241,7 @@ def rollout(
 
     Evaluations use it, with kind "eval"; with "train", demonstrations of the rows are played. All
     ranks pass the same rows and get the same result. The engine must be awake, and no other pool
-    running. A rollout whose agent loop or reward raises, or whose loop returns [], is dropped and
-    counted. Raises as `Pool.rollout` and `wait_for_rewards` do."""
+    running. Raises as `Pool.rollout` and `wait_for_rewards` do."""
     pool = Pool(
         run=run,
         kind=kind,

@@ -37,9 +37,7 @@ def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
     An agent loop may set it itself. The output's prompt must begin with the row's, with or
     without the schemas of its tools; else this raises ValueError. More may follow, where a
     template rewrote the history. Without a hint, and in an evaluation, nothing is set."""
-    if not row.get("hint") or row["validate"]:
-        return
-    if "told_prompt_ids" in output.extra:
+    if not row.get("hint") or row["validate"] or "told_prompt_ids" in output.extra:
         return
     images = load_images(row.get("images") or ())
 
@@ -63,12 +61,10 @@ def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
 
 def told_outputs(outputs: list[AgentLoopOutput]) -> list[AgentLoopOutput]:
     """Returns the outputs with the prompts that the teacher sees; [] if none has a hint."""
-    told = []
-    has_hints = False
-    for output in outputs:
-        prompt_ids = output.extra.get("told_prompt_ids", output.prompt_ids)
-        has_hints |= "told_prompt_ids" in output.extra
-        told.append(replace(output, prompt_ids=prompt_ids, extra={}))
-    if not has_hints:
+    name = "told_prompt_ids"
+    if not any(name in output.extra for output in outputs):
         return []
-    return told
+    return [
+        replace(output, prompt_ids=output.extra.get(name, output.prompt_ids), extra={})
+        for output in outputs
+    ]

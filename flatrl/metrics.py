@@ -256,7 +256,6 @@ def disagreement(tokenizer, batch, version: int, difference: float, bound: float
         f"{difference:.2g} on average, more than {bound:g}; most at prompt {extra['prompt']}, "
         f"sample {extra['sample']}, segment {extra['segment']}, position {position} of the "
         f"response, {text!r}: {batch['logprobs_rollout'][row, position]:.3g} in the engine, "
-        f"{batch['logprobs_old'][row, position]:.3g} in the trainer. Likely causes: a weight that "
-        "went to the wrong place, a part of the model that vLLM and the trainer compute "
-        "differently, or settings of the engine (--engine_args, --sampling_args)"
+        f"{batch['logprobs_old'][row, position]:.3g} in the trainer. For likely causes see "
+        "docs/running.md#engine-and-trainer-disagree"
     )

@@ -23,11 +23,6 @@ from flatrl.shared_state import EXIT
 # How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
 STOP = "stop"  # the key under which the ranks' store counts those that were asked to stop
-STOPPING = b"\nstopping: the run saves, then ends\n"
-LAUNCHER_KILLS = (
-    b"the launcher kills it after 30 s, or after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds, if that "
-    b"was set at the start\n"
-)
 OUT_OF_MEMORY = (
     "train.py: out of GPU memory: lower --tokens_per_micro_batch or --gpu_memory_utilization, or "
     "give --gradient_checkpointing (docs/scaling.md#memory)"
@@ -86,16 +81,14 @@ def on_main(function: Callable, *args):
 
 
 def check_ranks_agree(values: dict):
-    """Raises BadInput, on all ranks, if a rank's values, by name, are not those of rank 0."""
-    first, *others = all_gather(values)
-    for rank, other in enumerate(others, 1):
-        different = [name for name in first if other[name] != first[name]]
-        need(
-            not different,
-            f"rank {rank} differs from rank 0 in {', '.join(different)}: all ranks need the same "
-            "flags, and the same rows in the same order, so load() may not depend on the order of "
-            "a set, or on a shuffle without a seed",
-        )
+    """Raises BadInput, on all ranks, if the values, by name, are not the same on all."""
+    ranks = all_gather(values)
+    different = [name for name in values if any(each[name] != values[name] for each in ranks)]
+    need(
+        not different,
+        f"ranks differ in {', '.join(different)}: all need the same flags, and the same rows in "
+        "the same order, so load() may not depend on a set's order, or on a shuffle without a seed",
+    )
 
 
 def ranks_of_host() -> int:
@@ -126,8 +119,7 @@ class Stop:
     def _on_signal(self, *_):
         if not self.is_requested:
             with contextlib.suppress(OSError):  # the terminal may be gone
-                by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-                os.write(2, STOPPING + LAUNCHER_KILLS * by_torchrun)
+                os.write(2, b"\nstopping: the run saves, then ends\n")
         self.is_requested = True
 
     @property

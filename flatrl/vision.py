@@ -125,33 +125,25 @@ def check_images(output: "AgentLoopOutput", processor):
 # ---------------------------------------------------------------- a packed batch
 
 
-def same_images(input_ids: Tensor, images: list[list], image_token_id: int) -> dict:
-    """Finds the equal images of a batch, so that rows with equal ones can share a prefix.
+def prefix_ids_of(input_ids: Tensor, images: list[list], image_token_id: int) -> Tensor:
+    """Returns the ids by which rows with equal images can share a prefix, (B, L).
 
-    input_ids (B, L), images: B lists. Returns a dict:
-        images       B lists, in which equal images are one object
-        prefix_ids   (B, L) input_ids with the number of an image, -1, -2, ..., in place of its
-                     placeholders, of which each image has one run. Where a row has more or fewer
-                     runs than images, its first id is one that no other row has: it shares no
-                     prefix"""
+    input_ids (B, L), images: B lists, in which equal images are one object (`merge_images`). They
+    are the input_ids with the number of an image, -1, -2, ..., in place of its placeholders, of
+    which each image has one run. Where a row has more or fewer runs than images, its first id is
+    one that no other row has: it shares no prefix."""
     prefix_ids = input_ids.clone()
-    known = {}  # size and pixels -> number and image
-    same = []
+    numbers = {}  # of images, by id
     for row, (ids, row_images) in enumerate(zip(prefix_ids, images)):
-        starts = image_starts(ids == image_token_id)  # (L,)
+        is_placeholder = ids == image_token_id  # (L,)
+        starts = image_starts(is_placeholder)
         if starts.sum() != len(row_images):
             ids[0] = SMALLEST_INT32 + row
         elif row_images:
-            found = []
-            for image in row_images:
-                key = image.size, image.tobytes()
-                found.append(known.setdefault(key, (-1 - len(known), image)))
-            numbers, row_images = zip(*found)
-            is_placeholder = ids == image_token_id  # (L,)
+            of_row = [numbers.setdefault(id(image), -1 - len(numbers)) for image in row_images]
             places = starts.cumsum(0)[is_placeholder] - 1
-            ids[is_placeholder] = torch.tensor(numbers)[places]
-        same.append(list(row_images))
-    return {"images": same, "prefix_ids": prefix_ids}
+            ids[is_placeholder] = torch.tensor(of_row)[places]
+    return prefix_ids
 
 
 def image_starts(is_placeholder: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from agent_loop import (
 from examples.vision import init_vision_model
 from flatrl import models
 from flatrl.chat.client import ChatAgentLoop
-from flatrl.vision import Vision
+from flatrl.vision import Vision, merge_images
 from rollout import Engine
 
 CPU = torch.device("cpu")
@@ -193,6 +193,7 @@ def test_gradients_are_those_of_transformers_and_shared_prefixes_are_computed_on
         shown(processor, f"a{SEEN}b{SEEN}", [image(), picture(2, 112, 56)]),
         shown(processor, "no image", []),
     ]
+    merge_images(outputs)
     batch = data.collate(outputs, processor.image_token_id)
     images = batch["images"]
     assert images[0][0] is images[1][0] is images[3][0] is not images[2][0]

@@ -135,9 +135,9 @@ class ChatClient:
         return sampling
 
     async def _sample(self, trajectory, earlier, sampling):
-        """Samples a turn of the trajectory, which takes the place of the earlier one.
+        """Returns the text of a turn of the trajectory, which takes the place of the earlier one.
 
-        The earlier one stays if there is no reply, or nobody waits for it. Returns the text."""
+        The earlier one stays if there is no reply, or nobody waits for it."""
         if earlier:
             self.trajectories.remove(earlier)  # parallel calls never share a trajectory
         task = asyncio.ensure_future(self.loop.assistant_turn(trajectory, sampling))
@@ -190,7 +190,7 @@ class ChatClient:
         return len(self.loop.start(row, tools, self.trusted).prompt_ids)
 
     def _give_up(self, reason):
-        """Raises OutOfBudget, and remembers why."""
+        """Raises OutOfBudget, and remembers the reason."""
         self.refused = reason
         raise OutOfBudget(f"the trajectory has no room for another reply: {reason}")
 

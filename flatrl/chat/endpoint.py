@@ -16,15 +16,12 @@ gets to any framework:
 
 Every rollout has its own base_url and key, which Anthropic's client takes as well. Its requests
 (chat completions, Responses or Messages) are recorded as exact tokens. openai_api.py and
-anthropic_api.py list what they may hold. The agent may also post its reward before it returns:
+anthropic_api.py list what they may hold. The agent, or whoever reads the key, may also post its
+reward before it returns; one that `agent` returns counts more:
 
     POST {base_url}/reward   {"reward": 1.0}
 
-So may commands that the policy runs, if they read the key. If the policy has a shell, return the
-reward from `agent`: that one counts.
-
-The server binds to 127.0.0.1 at a free port, and answers only requests with the rollout's key. See
-examples/langgraph_math.py."""
+The server binds to 127.0.0.1 at a free port. See examples/langgraph_math.py."""
 
 import asyncio
 import functools
@@ -62,12 +59,10 @@ MAX_BODY_WITH_IMAGES = 32 << 20
 
 def _bypass_proxies() -> None:
     """Keeps the calls to loopback, and their keys, away from HTTP proxies."""
-    names = ("no_proxy", "NO_PROXY")
-    hosts = ",".join(os.environ.get(name, "") for name in names).split(",")
-    hosts = dict.fromkeys([*filter(None, hosts), "127.0.0.1"])  # each once
-    if "*" not in hosts:
-        for name in names:
-            os.environ[name] = ",".join(hosts)
+    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if hosts != "*":
+        for name in ("no_proxy", "NO_PROXY"):
+            os.environ[name] = f"{hosts},127.0.0.1"
 
 
 _bypass_proxies()  # now as well, because task files make clients when they are imported
@@ -160,8 +155,8 @@ class ChatEndpoint:
         if client is None:
             return JSONResponse(form("unknown rollout or wrong key", "invalid_api_key"), 401)
         try:
-            body = await _body(request, client.loop.processor is not None)
-            if body is None:
+            body = await _body(request)
+            if len(body) > (MAX_BODY_WITH_IMAGES if client.loop.processor else MAX_BODY):
                 return JSONResponse(form("the request is too large", "request_too_large"), 413)
             work = asyncio.ensure_future(make(client, json.loads(body)))
             left = asyncio.ensure_future(request.receive())  # until the client has left
@@ -182,16 +177,15 @@ class ChatEndpoint:
 ENDPOINT = ChatEndpoint()
 
 
-async def _body(request, has_images):
-    """Returns the body of a request, or None if it is too large.
+async def _body(request):
+    """Returns the body of a request, of a large one just so much that it is seen to be too large.
 
     It is read to its end in any case: a client that still sends sees no answer."""
-    limit = MAX_BODY_WITH_IMAGES if has_images else MAX_BODY
     body = bytearray()
     async for chunk in request.stream():
-        if len(body) <= limit:
+        if len(body) <= MAX_BODY_WITH_IMAGES:
             body += chunk
-    return body if len(body) <= limit else None
+    return body
 
 
 class EndpointLoop(ChatAgentLoop):
