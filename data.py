@@ -189,10 +189,7 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
 
 
 def _shorten_prompt(row: dict, limit: int, length_of: Callable, tokenizer, side: str) -> dict:
-    """Shortens the texts of a row's prompt, in place, until the prompt has `limit` tokens.
-
-    The longest text comes first, and keeps its `side` (`shorten`). If there is too little to cut,
-    the prompt stays too long. length_of(row): the number of tokens in its prompt."""
+    """Shortens texts of a prompt in place, the longest first, until it has `limit` tokens."""
 
     def n_tokens(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
@@ -219,9 +216,7 @@ UNREAD = {"tools": "the task's TOOLS", "chat_template_kwargs": "--chat_template_
 
 
 def _checked_length(row: dict, chat_tokenizer, task, args, processor) -> int:
-    """Returns the number of tokens in a row's rendered prompt, with its images and its hint.
-
-    Raises BadInput if it can't be rendered, or if the row does not suit task, model or args."""
+    """Returns the tokens of a row's prompt, with images and hint. Raises BadInput for a bad row."""
     name = f"row {row.get('index')}"
     images = row.get("images") or []
     need(
@@ -278,10 +273,7 @@ def stable_hash(*parts) -> int:
 
 
 def _group_label(output):
-    """Returns the integer label of an output's group: a hash of its prompt and its name.
-
-    The name is that of the group, by default of the unit. Without any, all rollouts of a prompt
-    are compared, and the label is the prompt's number."""
+    """Returns the integer label of an output's group, by default that of all its prompt's."""
     name = output.group or output.unit
     prompt = output.extra["prompt"]
     return stable_hash(prompt, name) if name else prompt
@@ -778,11 +770,7 @@ class Part:
 
 
 def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
-    """Cuts rows in prefix order into runs of neighbours that share prefixes.
-
-    A run has at most max_tokens tokens, where a token that rows share counts once. One that would
-    get longer is cut between the neighbours that share least. Only its second half is considered,
-    so that no tiny run is left."""
+    """Cuts rows in prefix order into runs of neighbours that share prefixes, none too long."""
     runs = []
     n_rows = len(whole.rows)
     start = 0
@@ -795,8 +783,8 @@ def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
             sizes.append(sizes[-1] + n_added)
             end += 1
         if sizes[-1] > max_tokens and len(sizes) > 1:
-            # Cut before the row of the second half that shares least with the row before it.
-            # Backwards, so that `min` takes the last of equals.
+            # Cut before the row that shares least with the row before it, in the second half, so
+            # that no tiny run is left. Backwards, so that `min` takes the last of equals.
             middle = (start + end - 1) // 2  # of rows 0 to 5 it is 2: cut before 3, 4 or 5
             second_half = range(end - 1, middle, -1)
             end = min(second_half, key=whole.shared.__getitem__)
@@ -808,9 +796,7 @@ def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
 
 
 def _fill_packed(whole: MicroBatch, max_tokens: int) -> list[Part]:
-    """Divides rows into parts of at most max_tokens tokens, run by run.
-
-    The longest run comes first, and each goes to the first part that has room."""
+    """Divides rows into parts, run by run: the longest first, each to the first with room."""
     runs = _cut_into_runs(whole, max_tokens)
     runs.sort(key=lambda run: run.n_tokens, reverse=True)
     positions = [[] for _ in runs]  # one list for each part; the last ones stay empty
@@ -824,9 +810,7 @@ def _fill_packed(whole: MicroBatch, max_tokens: int) -> list[Part]:
 
 
 def _fill_padded(whole: MicroBatch, max_tokens: int) -> list[Part]:
-    """Divides rows into parts of at most max_tokens tokens, each padded to its longest row.
-
-    Rows of similar length come together."""
+    """Divides rows into parts of similar lengths, each padded to its longest row."""
     order = sorted(range(len(whole.rows)), key=whole.lengths.__getitem__, reverse=True)
     parts = []
     while order:
@@ -869,10 +853,10 @@ def micro_batches_of_this_rank(
 
 
 def _equal_parts(whole: MicroBatch, max_tokens: int, n_ranks: int, fill: Callable) -> list[Part]:
-    """Divides rows into parts of about equal size: the micro-batches of all ranks.
+    """Divides rows into the micro-batches of all ranks.
 
-    fill(whole, budget) divides them into parts of at most `budget` tokens, which is at least the
-    longest row. Bisects for a small budget that needs no more micro-batches."""
+    fill(whole, budget) divides them into parts of at most `budget` tokens. Bisects for a small
+    budget that needs no more of them: they are then of about equal size."""
     longest = max(whole.lengths)
     max_tokens = max(max_tokens, longest)
     n_needed = len(fill(whole, max_tokens))
@@ -918,11 +902,9 @@ def pack(
 
 
 def _pack_shared_prefixes(ids: BL, micro: MicroBatch) -> tuple[dict, BL]:
-    """Packs the tokens that each row of a micro-batch adds.
+    """Returns a model's packed inputs, and the slots of each row's tokens (`pack_rows`).
 
-    ids: the token ids of its rows. Returns a model's inputs (see `pack_rows`), and where each
-    row's tokens are among the packed ones, their slots: 0 1 2, 0 1 3 4 and 5 6 in the example of
-    `MicroBatch`."""
+    ids: of the rows. In the example of `MicroBatch` the slots are 0 1 2, 0 1 3 4 and 5 6."""
     flat, position_ids, cu_seqlens, max_seqlen = pack(ids, micro.lengths, micro.shared)
     inputs = {
         "input_ids": flat,
@@ -995,10 +977,9 @@ ID_LIMIT = 2**32
 def _predictions(batch: dict, micro: MicroBatch, ids: BL, slots: BL) -> dict:
     """Returns which tokens of a micro-batch are predicted, and from where.
 
-    ids: the token ids of its rows. slots: their slots (`pack_rows`). n of these tokens are to
-    be predicted: sampled or demonstrated. A prediction is a pair: the slot of the token before,
-    and the predicted id. Rows that agree up to and including a sampled token share its
-    prediction, so there are M <= n of them.
+    ids, slots: of its rows' tokens. n of these were sampled or demonstrated. A prediction is a
+    pair: the slot of the token before, and the predicted id. Rows that agree up to and including a
+    sampled token share its prediction, so there are M <= n of them.
 
         source       (M,) slots of the tokens whose hidden states predict
         targets      (M,) ids of the predicted tokens

@@ -356,8 +356,7 @@ class Engine:
         self._advance(added, runs_model=has_work)
 
     def _advance(self, added: Sequence[_Request] = (), runs_model=False, aborts_all=False):
-        """Makes all ranks of the team abort requests that were given up, or all, start others, and
-        run a model step if there is anything to compute."""
+        """Makes all ranks of the team abort and start requests, and run a model step."""
         added = [request for request in added if not request.is_given_up]
         aborted = [
             call_id
@@ -947,8 +946,7 @@ class Pool:
         self.tasks.create_task(self._end_group(prompt, group, running))
 
     async def _run_member(self, group: Rollouts, member: Member) -> list[AgentLoopOutput]:
-        """Runs one rollout, adds compact copies of its outputs or its error to the group, and
-        returns the outputs."""
+        """Runs one rollout. Adds copies of its outputs or its error to the group."""
         try:
             # The row is read in here, as a bad one of a large table raises.
             row = copy_row(self.row_of(member.prompt))
@@ -973,8 +971,7 @@ class Pool:
         return outputs
 
     async def _end_group(self, prompt: int, group: Rollouts, running: dict[Member, asyncio.Task]):
-        """Waits for the rollouts of a prompt, has them judged together if the task does that, and
-        records that the group has ended."""
+        """Waits for the rollouts of a prompt, and records that the group has ended."""
         outputs_of = dict(zip(running, await asyncio.gather(*running.values())))
         self.unfinished.remove(prompt)
         if self.judges_groups and group.outputs:
@@ -1017,8 +1014,7 @@ class Pool:
         return [{name: getattr(output, name) for name in REWARD_FIELDS} for output in outputs]
 
     async def _has_no_signal(self, group: Rollouts) -> bool:
-        """Returns whether dynamic sampling replaces the group: all its outcomes are equal, or at
-        most one is left (DAPO, arXiv 2503.14476, sec. 3.2). Writes its rewards for that."""
+        """Returns whether dynamic sampling replaces the group (DAPO, arXiv 2503.14476, 3.2)."""
         if not self.replacements:
             return False
         grades = await _await_graders(group.graders)

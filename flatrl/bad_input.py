@@ -67,17 +67,6 @@ def text_of(error: BaseException) -> str:
     return type(error).__name__
 
 
-def check_types(values: dict, types: dict, name: str):
-    """Raises BadInput if a value is neither None nor of its type in `types`.
-
-    types: key -> a type, or several: str | list. name: what the message calls `values`."""
-    for key, wanted in types.items():
-        value = values.get(key)
-        kind = str(getattr(wanted, "__name__", wanted)).replace(" ", "")
-        is_right = value is None or isinstance(value, wanted)
-        need(is_right, f"{name}: {key!r} must be a {kind}, got {value!r:.80}")
-
-
 def check_ids(ids: list[int], vocab_size: int):
     """Raises ValueError unless all token ids are in the vocabulary."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:

@@ -18,7 +18,7 @@ from agent_loop import (
     row_kwargs,
     task_tools,
 )
-from flatrl.bad_input import check_types, need, refusing
+from flatrl.bad_input import need, refusing
 from flatrl.tables import prompt_order
 from flatrl.tools import call_format
 from flatrl.vision import load_image
@@ -46,14 +46,15 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
     taken = RESERVED_COLUMNS & row.keys()
     need(not taken, f"{name}: agent loops have other arguments named {taken}, so rename columns")
     row = _read_objects(row, name)
-    check_types(row, {"data_source": str}, name)
+    _check_type(row, "data_source", str, name)
     if row.get("extra_info"):
         row["extra_info"] = _read_objects(row["extra_info"], name)
     for columns in row, row.get("extra_info") or {}:
         for tool, kwargs in (columns.get("tools_kwargs") or {}).items():
             where = f"{name}: tools_kwargs"
-            check_types({tool: kwargs}, {tool: dict}, where)
-            check_types(kwargs, dict.fromkeys(TOOL_KWARGS, dict), f"{where}: {tool!r}")
+            _check_type({tool: kwargs}, tool, dict, where)
+            for key in TOOL_KWARGS:
+                _check_type(kwargs, key, dict, f"{where}: {tool!r}")
         if columns.get("index") is not None:
             number = columns["index"]
     if row.get("index") is None:
@@ -85,11 +86,18 @@ def _read_objects(columns, name):
         if isinstance(columns[key], str):
             with refusing(f"{name}: {key!r} is a text, but not JSON"):
                 columns[key] = json.loads(columns[key])
-        check_types(columns, {key: dict}, name)
+        _check_type(columns, key, dict, name)
         if columns[key] and key != "extra_info":
             given = {name: entry for name, entry in columns[key].items() if entry is not None}
             columns[key] = _tidied(given, keeps_none=True)
     return columns
+
+
+def _check_type(values, key, wanted, name):
+    """Raises BadInput if a value is neither None nor of a type. name: of the values."""
+    value = values.get(key)
+    is_right = value is None or isinstance(value, wanted)
+    need(is_right, f"{name}: {key!r} must be a {wanted.__name__}, got {value!r:.80}")
 
 
 def _read_messages(value, name):
@@ -161,11 +169,7 @@ def copy_row(row: dict) -> dict:
 
 
 def _chat(value, role, name, column):
-    """Returns a copy of a chat's messages, or raises BadInput.
-
-    value: messages, or a text of this role; among an assistant's messages, too. The arguments of
-    tool calls become dicts: many data sets have them as JSON. A call that is only its function gets
-    the form of `agent_loop.function_call`."""
+    """Returns a copy of a chat's messages. value: messages, or a text of this role."""
     value = _read_messages(value, name)
     is_list = isinstance(value, (list, tuple))
     messages = []
@@ -204,10 +208,7 @@ def _is_message(message):
 
 
 def _tidied(value, keeps_none=False):
-    """Returns a copy of nested dicts and lists, with texts cleaned (`agent_loop.clean`).
-
-    Entries of dicts that are None are left out, except in the arguments of calls: some templates
-    write them."""
+    """Returns a copy with clean texts, and without entries that are None: templates write them."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, list):
@@ -222,12 +223,10 @@ def _tidied(value, keeps_none=False):
 
 
 def _check_images(row):
-    """Gives a row's images and placeholders one form. Raises if they don't match.
-
-    PIL images become upright and RGB; files and bytes are opened where they are used. In
-    messages "<image>" becomes {"type": "image"}, and a content without images a text."""
+    """Gives a row's images and placeholders one form. Raises if they don't match."""
     images = row.get("images") or []
     if images:
+        # Files are opened where they are used.
         row["images"] = [
             image if isinstance(image, (bytes, str, Path, dict)) else load_image(image)
             for image in images

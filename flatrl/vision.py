@@ -165,9 +165,7 @@ class Vision:
         self.blank = Image.new("RGB", (56, 56))
 
     def _preprocessed(self, name, images):
-        """Returns one of the processor's results for some images.
-
-        pixel_values: (patches, values of a patch); image_grid_thw: (images, 3)."""
+        """Returns pixel_values, (patches, values of a patch), or image_grid_thw, (images, 3)."""
         for image in images:
             if id(image) not in self.pixels:
                 self.pixels[id(image)] = self.processor(images=[image], return_tensors="pt")

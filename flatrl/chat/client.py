@@ -97,9 +97,7 @@ class ChatClient:
         return self._completion(trajectory, n_tokens_before, stop_string)
 
     def _read(self, trajectory, text, stops, tools, only_one):
-        """Cuts the stop string off the reply, and reads its tool calls; text: None if cut off.
-
-        Malformed calls stay text, as in vLLM. Returns the stop string, or None."""
+        """Reads a reply's tool calls. Returns the stop string that it cuts off, or None."""
         trajectory.count("turns")
         reply = trajectory.messages[-1]
         text = text or ""
@@ -112,7 +110,7 @@ class ChatClient:
             args = self.loop.args
             content, calls = parse_tool_calls(text, args.tool_parser, self.loop.tokenizer, tools)
             if any(call["error"] for call in calls):
-                calls = []
+                calls = []  # malformed ones stay text, as in vLLM
             if only_one:
                 calls = calls[:1]
             if calls:
@@ -135,9 +133,7 @@ class ChatClient:
         return sampling
 
     async def _sample(self, trajectory, earlier, sampling):
-        """Returns the text of a turn of the trajectory, which takes the place of the earlier one.
-
-        The earlier one stays if there is no reply, or nobody waits for it."""
+        """Returns the text of a turn. If there is none, the earlier trajectory stays."""
         if earlier:
             self.trajectories.remove(earlier)  # parallel calls never share a trajectory
         task = asyncio.ensure_future(self.loop.assistant_turn(trajectory, sampling))
@@ -163,9 +159,7 @@ class ChatClient:
         return max(extended, key=lambda each: len(each.messages), default=None)
 
     def _extended(self, earlier, messages, images, tools, template):
-        """Returns a copy of the earlier trajectory with the new messages, or else a new one.
-
-        Raises OutOfBudget if nothing is left."""
+        """Returns a copy of the earlier trajectory with the new messages, or else a new one."""
         if self.over or 0 < self.loop.args.max_assistant_turns <= self.turns:
             self._give_up("max_turns")
         loop = copy.copy(self.loop)
@@ -202,9 +196,7 @@ class ChatClient:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def _plain_chat(self, messages):
-        """Returns a call's messages in the form that templates expect, and their images in order.
-
-        Parts of type image are those of the row's prompt. A call has all of them or none."""
+        """Returns a call's messages as templates expect them, and their images in order."""
         if len(messages) > self.loop.window:  # each has a token: rendering them would take long
             self._give_up("length")
         images = []
@@ -216,9 +208,7 @@ class ChatClient:
         return messages, images
 
     def _plain(self, message, images, row_images):
-        """Returns any client's chat message in the form that templates expect.
-
-        Its images are added to `images`. row_images: an iterator over those of the row."""
+        """Returns any client's chat message as templates expect it. Its images go to `images`."""
         if not isinstance(message, dict):
             message = message.model_dump(exclude_none=True)
         content = message.get("content") or ""
@@ -310,9 +300,7 @@ class ChatClient:
 
 
 def _identity(message):
-    """Returns the parts of a message that two copies of it share.
-
-    Clients add and drop the ids and names of tool results, and trim replies."""
+    """Returns a message without what clients change: ids, names, space around replies."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     content = message["content"]
     if message["role"] == "assistant" and isinstance(content, str):

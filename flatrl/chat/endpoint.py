@@ -178,9 +178,7 @@ ENDPOINT = ChatEndpoint()
 
 
 async def _body(request):
-    """Returns the body of a request, of a large one just so much that it is seen to be too large.
-
-    It is read to its end in any case: a client that still sends sees no answer."""
+    """Reads a request to its end: a client that still sends sees no answer. Keeps enough of it."""
     body = bytearray()
     async for chunk in request.stream():
         if len(body) <= MAX_BODY_WITH_IMAGES:
