@@ -35,7 +35,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 import losses
 from agent_loop import (
-    AgentLoopOutput,
     agent_loop_class,
     chat_template,
     outcome,
@@ -234,7 +233,7 @@ def _checked_length(row: dict, chat_tokenizer, task, args, processor) -> int:
             row["prompt"] or interaction,
             f"{name}: its prompt is empty, and no Interaction speaks first",
         )
-        prompt = told_prompt(row, args.hints)
+        prompt = told_prompt(row) if args.hints else row["prompt"]
         schemas = tool_schemas(row, task)
         chat_template(chat_tokenizer).check_prompt(prompt, schemas)
         ids = render(chat_tokenizer, prompt, schemas)
@@ -407,12 +406,6 @@ class Batch(dict):
         Summed in float64: in float32 the sums of units with equal rewards may differ."""
         return self.token_rewards.double().sum(1).float()
 
-    @property
-    def n_sampled_units(self) -> int:
-        """The number of units that are not demonstrations."""
-        last = last_outputs(self.outputs)
-        return sum("demonstration" not in output.extra for output in last)
-
     def mask_truncated(self):
         """Excludes units with a truncated output from the loss, and from the counts that divide it.
 
@@ -506,8 +499,11 @@ class EndToEnd:
         units = batch.units.unit_of_row.tolist()
         for unit, output, width in zip(units, batch.outputs, widths):
             start = ends[unit]
-            if unit in previous and _continues(output, previous[unit]):
-                start -= 1  # its empty place is that of the previous output's last token
+            before = previous.get(unit)
+            # Whether it goes on exactly where the one before was cut, in a turn.
+            if before and before.response_mask[-1:] == output.response_mask[:1] == [1]:
+                if output.prompt_ids == before.prompt_ids + before.response_ids:
+                    start -= 1  # its empty place is that of the last token before
             starts.append(start)
             ends[unit] = start + width
             previous[unit] = output
@@ -526,12 +522,6 @@ class EndToEnd:
         """Moves values of places back to their tokens. Tokens without a place get 0."""
         zeros = torch.zeros(self.sampled.shape, dtype=torch.float32)
         return zeros.masked_scatter(self.sampled, x[self.places].type_as(zeros))
-
-
-def _continues(output: AgentLoopOutput, previous: AgentLoopOutput) -> bool:
-    """Returns whether an output goes on exactly where a previous one was cut in a turn."""
-    is_in_turn = any(previous.response_mask[-1:]) and any(output.response_mask[:1])
-    return is_in_turn and output.prompt_ids == previous.prompt_ids + previous.response_ids
 
 
 def place_rewards(batch: Batch, terminal: N) -> NS:
@@ -576,17 +566,6 @@ def turn_states(outputs: Outputs, turns: list[int]) -> Turns:
     return torch.tensor(labels, dtype=torch.long)
 
 
-def reward_parts(outputs: Outputs) -> dict[str, N]:
-    """Returns the numbers in the units' reward dicts, except "score": {name: (N,)}.
-
-    NaN where a unit's reward has none of that name, or is no dict."""
-    parts = parts_of_units(outputs)
-    return {
-        name: torch.tensor([part.get(name, math.nan) for part in parts], dtype=torch.float32)
-        for name in sorted(set().union(*parts))
-    }
-
-
 def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
     """Returns the inputs of an estimator that follow from the batch (`losses.estimator`).
 
@@ -610,7 +589,11 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
     if "states" in takes:
         inputs["states"] = turn_states(batch.outputs, turns_of_units(batch))
     if "parts" in takes:
-        inputs["parts"] = reward_parts(batch.outputs)
+        parts = parts_of_units(batch.outputs)
+        inputs["parts"] = {
+            name: torch.tensor([part.get(name, math.nan) for part in parts], dtype=torch.float32)
+            for name in sorted(set().union(*parts))
+        }
     if "outputs" in takes:
         order = units.unit_of_row.argsort(stable=True)
         inputs["outputs"] = [batch.outputs[row] for row in order]

@@ -112,8 +112,7 @@ class Engine:
 
     state: "asleep" | "weights" | "synced" | "awake"; calls out of order raise RuntimeError.
     version: that of the weights loaded last, -1 before the first sync. Token ids from vocab_size
-    on belong to a padded vocabulary and are never sampled. Nor is image_token_id, the placeholder
-    for images (None for a text model), because no image would belong to it.
+    on and image_token_id (None for a text model) are never sampled.
 
     With --tp n, n consecutive ranks are a team: `generate` and `step` are called on the first of
     them, the leader, and the others call `follow` meanwhile."""
@@ -167,14 +166,11 @@ class Engine:
     # -- states
 
     def _require(self, state):
-        """Raises RuntimeError unless the engine is in this state."""
         if self.state != state:
             raise RuntimeError(f"the engine is {self.state!r}, this call needs {state!r}")
 
     def wake_weights(self):
-        """Maps the weights' memory. What the weights hold is undefined until `load_weights`.
-
-        Raises BadInput, on all ranks, if the trainer leaves the engine too little of a GPU."""
+        """Maps the weights' memory. Raises BadInput if a GPU has too little for the engine."""
         self._require("asleep")
         if torch.cuda.is_available():
             from vllm.device_allocator.cumem import CuMemAllocator
@@ -330,15 +326,12 @@ class Engine:
 
     def _has_work(self):
         """Returns whether a model step can start now."""
-        if self.args.deterministic and not self.active <= self.pending:
-            # Wait for the running loops: which requests share a step must not depend on timing.
-            return False
-        return bool(self.inbox or self.running)
+        # Which requests share a step must not depend on timing: wait for the running loops.
+        must_wait = self.args.deterministic and not self.active <= self.pending
+        return bool(self.inbox or self.running) and not must_wait
 
     def step(self, timeout: float = 0.2):
-        """Takes in new requests, runs one model step, and delivers the results that are ready.
-
-        Waits up to `timeout` seconds for work."""
+        """Takes in new requests, for which it waits up to `timeout` seconds; runs a model step."""
         self._require("awake")
         started = time.perf_counter()
         added = []
@@ -435,9 +428,8 @@ class Engine:
         return TokenOutput(token_ids, logprobs, request.versions, reason, prompt_ids, routes)
 
     def abort_all(self):
-        """Drops all requests, whose agent loops were cancelled. No other pool may be running.
-
-        It leaves the futures alone: a second cancellation would interrupt the loops' cleanup."""
+        """Drops all requests, but not their futures: a second cancellation would interrupt the
+        cleanup of their agent loops."""
         with self.changed:
             self.inbox.clear()
             self.active.clear()
@@ -997,7 +989,7 @@ class Pool:
         self.engine.poke()
 
     def _start_grader(self, group, member, outputs, reward=None):
-        """Starts a grader of a rollout's outputs. reward: as `set_rewards` takes it."""
+        """Starts a grader of a rollout's outputs (`set_rewards`)."""
         grader = self.tasks.create_task(self._grade(member, outputs, reward))
         group.graders[member.prompt, member.sample] = grader
 
@@ -1264,15 +1256,14 @@ def rollout(
 def training_pool(run, step: int, first: int = 0) -> Pool:
     """Returns the pool of a run that has finished `step` steps; `first` is its next prompt.
 
-    A prompt's number is its position in the endless shuffle of data.prompt_order. If the task
-    has a `sampler`, it is the position in run.history, whose rows the sampler chooses."""
+    A prompt's number is its position in the endless shuffle of data.prompt_order or, if the task
+    has a `sampler`, in run.history."""
     args = run.args
     rows = run.rows["train"]
     sampler = getattr(run.task, "sampler", None)
 
     @functools.lru_cache(maxsize=256)  # a row of a large table is read and rendered each time
     def row_of(prompt):
-        """Returns the row of a prompt, which the sampler chooses if there is one."""
         if sampler is None:
             return rows[data.prompt_order(len(rows), prompt, 1, args.seed)[0]]
         # On the main thread: the background thread asks only for rows that are chosen already.
@@ -1288,18 +1279,17 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
             run.history.append([row, run.done])
         return rows[run.history[prompt][0]]
 
-    batch_size = args.prompts_per_step
     return Pool(
         run=run,
         kind="train",
         row_of=row_of,
-        batch_size=batch_size,
+        batch_size=args.prompts_per_step,
         group_size=args.group_size,
         sampling=args.sampling(),
         step=step,
         end_step=args.num_steps,
         staleness=args.max_staleness,
-        replacements=(args.max_gen_batches - 1) * batch_size,
+        replacements=(args.max_gen_batches - 1) * args.prompts_per_step,
         greedy="baselines" in args.estimator_takes,
         first_of_next_batch=first,
     )

@@ -297,6 +297,7 @@ def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, flo
     adapts its coefficient, from step --critic_warmup on."""
     args = run.args
     metrics = {}
+    has_tokens = batch.layout.mask.any(1)  # (N,), False for demonstrations
     shaped = shape_rewards(batch.units, args)
     batch.token_rewards = args.reward_coef * data.place_rewards(batch, shaped)
     if args.kl_coef and args.kl_in == "reward":
@@ -309,8 +310,7 @@ def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, flo
         metrics["actor/kl"] = mean_kl.item()
         metrics["actor/kl_coef"] = run.kl.coef
         if args.kl_target and step >= args.critic_warmup:
-            run.kl.update(mean_kl.item(), batch.n_sampled_units)
-    has_tokens = batch.layout.mask.any(1)  # (N,), False for demonstrations
+            run.kl.update(mean_kl.item(), has_tokens.sum().item())
     metrics["reward/shaped_mean"] = mean(batch.shaped_rewards[has_tokens])
     return metrics
 

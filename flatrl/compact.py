@@ -19,11 +19,10 @@ class Numbers(array):
     __slots__ = ()
     __hash__ = None
 
-    def __copy__(self):
+    def __copy__(self, memo=None):
         return Numbers(self.typecode, self)
 
-    def __deepcopy__(self, memo):
-        return Numbers(self.typecode, self)
+    __deepcopy__ = __copy__
 
     def __eq__(self, other):
         if not isinstance(other, list | array):

@@ -11,13 +11,12 @@ from flatrl.rows import tool_schemas
 from flatrl.vision import expand, load_images
 
 
-def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
-    """Returns the row's prompt with its hint, as a paragraph after the last message.
+def told_prompt(row: dict) -> list[dict]:
+    """Returns the row's prompt with its hint, if it has one, as a paragraph after the last message.
 
-    Without a hint, or with is_told=False, it is the prompt itself. Raises ValueError if the
-    prompt does not end with a user's message."""
+    Raises ValueError if the prompt does not end with a user's message."""
     prompt = row["prompt"]
-    if not is_told or not row.get("hint"):
+    if not row.get("hint"):
         return prompt
     if not prompt or prompt[-1]["role"] != "user":
         raise ValueError("its 'hint' follows the prompt's last message, which must be a user's")
@@ -34,9 +33,8 @@ def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
 def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
     """Sets extra["told_prompt_ids"]: the output's prompt with the hint, for the teacher.
 
-    An agent loop may set it itself. The output's prompt must begin with the row's, with or
-    without the schemas of its tools; else this raises ValueError. More may follow, where a
-    template rewrote the history. Without a hint, and in an evaluation, nothing is set."""
+    An agent loop may set it itself. Raises ValueError unless the output's prompt begins with the
+    row's, with or without the schemas of its tools. Nothing is set in an evaluation."""
     if not row.get("hint") or row["validate"] or "told_prompt_ids" in output.extra:
         return
     images = load_images(row.get("images") or ())

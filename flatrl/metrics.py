@@ -65,10 +65,8 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
 
     Rollouts count alike, whatever the number of their outputs: lengths, and the numbers in
     AgentLoopOutput.metrics (rollout/*), are summed over a rollout's outputs; num_turns and the
-    stop reason are those of its last one. prompt_length is that of its first one.
-
-    units: data.by_unit of the outputs. Rewards are those of units; unit_reward/NAME is the mean of
-    the units with this name. reward_part/*: the further keys of a reward dict."""
+    stop reason are those of its last one, prompt_length of its first one. Rewards are those of
+    units: data.by_unit of the outputs."""
     rollouts = grouped(map(rollout_of, outputs), outputs).values()
     n = len(rollouts)
     rewards = units.task_rewards.tolist()
@@ -136,8 +134,7 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
         eval/reward_stderr   the standard error of the mean over rows (rollouts of one row are
                              not independent)
         eval/pass@j          the probability that at least one of j units of a group passes
-                             (outcome >= 1), the mean over groups of at least j units. By
-                             default a group is the rollouts of a row."""
+                             (outcome >= 1), the mean over groups of at least j units"""
     statistics = describe(outputs, units)
     result = {"eval/trajectories": int(statistics["rollout/trajectories"])}
     for name in ("reward", "response_length", "num_turns"):
@@ -162,17 +159,14 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
     passed = (units.outcomes >= 1).tolist()
     passes = grouped(units.groups.tolist(), passed).values()
     for j in range(1, max(map(len, passes)) + 1):
-        chances = [pass_at(j, passed) for passed in passes if len(passed) >= j]
+        chances = []
+        for of_group in passes:
+            if len(of_group) >= j:
+                # 1 - C(n - c, j) / C(n, j) with c of n passed: arXiv 2107.03374, eq. 1.
+                n_failing = math.comb(of_group.count(False), j)
+                chances.append(1 - n_failing / math.comb(len(of_group), j))
         result[f"eval/pass@{j}"] = fmean(chances)
     return result
-
-
-def pass_at(j: int, passed: list[bool]) -> float:
-    """Returns the probability that at least one of j different entries of `passed` is True.
-
-    The unbiased pass@j, 1 - C(n - c, j) / C(n, j) with c of n passed: arXiv 2107.03374, eq. 1."""
-    n_failing = math.comb(passed.count(False), j)
-    return 1 - n_failing / math.comb(len(passed), j)
 
 
 def mean(x: Tensor) -> float:

@@ -35,7 +35,7 @@ def output_of(prompt_ids: list[int], **names) -> AgentLoopOutput:
 
 def test_the_hint_is_a_paragraph_after_the_last_message():
     assert told_prompt(ROW) == TOLD and ROW["prompt"] == [SYSTEM, USER]
-    assert told_prompt(ROW, False) == told_prompt(ROW | {"hint": None}) == ROW["prompt"]
+    assert told_prompt(ROW | {"hint": None}) == ROW["prompt"]
     parts = [{"type": "image"}, {"type": "text", "text": "1+1?"}]
     told = told_prompt({"prompt": [{"role": "user", "content": parts}], "hint": "2"})
     assert told[0]["content"] == [*parts, {"type": "text", "text": "\n\n2"}]
