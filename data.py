@@ -135,9 +135,7 @@ def load_rows(
 
 
 def demonstrated(rows: Sequence[dict], only: bool) -> Sequence[dict]:
-    """Returns all rows or, with only=True, only the rows that have a demonstration.
-
-    Raises BadInput if no row has one."""
+    """Returns all rows, or only those with a demonstration. Raises BadInput if none has one."""
     numbers = [number for number, row in enumerate(rows) if row.get("demonstration")]
     need(numbers, "--algo sft, --imitation_steps: no training row has a 'demonstration'")
     return Rows(rows.__getitem__, numbers) if only else rows
@@ -245,9 +243,7 @@ def _checked_length(row: dict, chat_tokenizer, task, args, processor) -> int:
 
 @dataclass
 class Units:
-    """The N units of a batch. The outputs of a unit share one reward and count as one sample.
-
-    They are the outputs of a rollout with the same AgentLoopOutput.unit."""
+    """The N units of a batch: outputs of a rollout with the same `unit`, which share one reward."""
 
     outcomes: N  # terminal reward: that of the unit's last output
     turn_rewards: N  # sum of the turn rewards of all its outputs
@@ -401,15 +397,11 @@ class Batch(dict):
 
     @property
     def shaped_rewards(self) -> N:
-        """The reward of each unit that estimators get: the sum of its token_rewards.
-
-        Summed in float64: in float32 the sums of units with equal rewards may differ."""
+        """The sum of each unit's token_rewards, in float64: in float32 equal sums may differ."""
         return self.token_rewards.double().sum(1).float()
 
     def mask_truncated(self):
-        """Excludes units with a truncated output from the loss, and from the counts that divide it.
-
-        They still count in their groups' advantages."""
+        """Excludes units with a truncated output from the loss and its counts."""
         index = self.units.unit_of_row  # (B,)
         is_truncated = torch.isin(index, index[self["truncated"]])
         self["response_mask"][is_truncated] = 0
@@ -420,17 +412,13 @@ class Batch(dict):
 
 
 def make_batch(outputs: Outputs, processor=None) -> Batch:
-    """Returns outputs as a Batch. Their rewards may still be missing.
-
-    processor: that of a model with vision, else None."""
+    """Returns outputs as a Batch. Rewards may be missing. processor: None for a text model."""
     image_token_id = getattr(processor, "image_token_id", -1)
     return Batch(outputs, collate(outputs, image_token_id))
 
 
 def select_rows(tensors: dict, rows: Sequence[int]) -> dict:
-    """Returns these rows of all tensors, without columns that are only padding.
-
-    tensors: a dict like that of `collate`."""
+    """Returns these rows of all tensors (`collate`), without columns that are only padding."""
     longest_sequence = max(tensors["lengths"][rows].tolist(), default=0)
     longest_response = max(tensors["response_lengths"][rows].tolist(), default=0)
     selected = {}
@@ -567,9 +555,7 @@ def turn_states(outputs: Outputs, turns: list[int]) -> Turns:
 
 
 def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
-    """Returns the inputs of an estimator that follow from the batch (`losses.estimator`).
-
-    takes: the names that the estimator asks for. What it does not ask for is not computed."""
+    """Returns the inputs of an estimator that follow from the batch. takes: those it asks for."""
     units = batch.units
     layout = batch.layout
     inputs = {

@@ -580,9 +580,7 @@ class DemonstrationEngine:
     n_played: int = 0  # turns
 
     async def generate(self, *, prompt_ids, sampling_params, image_data=None, **ignored):
-        """Returns the next turn as a TokenOutput.
-
-        Raises ValueError if it is too long, and as `ChatTemplate.turn_ids` does."""
+        """Returns the next turn as a TokenOutput. Raises ValueError if it is too long."""
         ids = []
         if self.turns:
             self.n_played += 1
@@ -609,9 +607,7 @@ class RolloutEngine:
     callers: set = field(default_factory=set)  # the tasks that await a call now
 
     async def generate(self, *, request_id: str, **call) -> TokenOutput:
-        """Samples one turn, as Engine.generate does.
-
-        Raises RuntimeError once the agent loop is over, because the engine may sleep by then."""
+        """Samples one turn. Raises RuntimeError after the loop, as the engine may sleep then."""
         if self.engine is None:
             raise RuntimeError(
                 "the rollout is over: let the agent loop judge, while the engine is awake"
@@ -722,9 +718,7 @@ REWARD_FIELDS = ("reward", "turn_rewards", "metrics")  # fields of an output tha
 
 
 async def grade_rollout(run, outputs: list[AgentLoopOutput], row: dict, reward=None):
-    """Sets the rewards of a rollout's outputs, see `set_rewards`, in REWARD_TIMEOUT seconds.
-
-    run: train.Run. row: a copy, which the reward function may change."""
+    """Sets the rewards of a rollout's outputs (`set_rewards`), in REWARD_TIMEOUT seconds."""
     await in_time("the reward", REWARD_TIMEOUT, set_rewards(run.task, outputs, row, reward))
     if "states" in run.args.estimator_takes:
         # Raises if states and turns differ in number: now, so that it costs this rollout alone.
@@ -872,9 +866,7 @@ class Pool:
         return f"evaluation at step {self.step}"
 
     def demonstration(self, prompt: int) -> Sequence[dict]:
-        """Returns the turns that are played for a prompt instead of sampled ones, if any.
-
-        In the first --imitation_steps, by default in all, its row's `demonstration`."""
+        """Returns the turns that are played for a prompt, in the first --imitation_steps."""
         n_steps = self.args.imitation_steps
         if self.kind == "train" and (n_steps is None or prompt < n_steps * self.batch_size):
             with suppress(BadInput):  # a bad row of a large table fails in its rollout
@@ -1148,15 +1140,11 @@ class Pool:
         return rollouts
 
     def next_prompt(self, steps_done: int) -> int:
-        """Returns the prompt with which a run is resumed after steps_done steps.
-
-        A step that was interrupted takes its batch again."""
+        """Returns the prompt with which a run is resumed after steps_done steps."""
         return self.first_of_next_batch if steps_done > self.step else self.first_of_batch
 
     def finish_running(self):
-        """Waits until all running rollouts have finished, before an evaluation.
-
-        No others start until the next `rollout`. Raises Stopped."""
+        """Waits until all running rollouts have finished. Raises Stopped."""
         self._set_limit(0)
         total = len(self.unfinished)
         self._work_until(lambda: not self.unfinished, "before the evaluation", total)

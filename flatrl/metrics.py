@@ -184,18 +184,14 @@ def means(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def tokens_to_compare(batch: dict, version: int) -> tuple[Tensor, Tensor]:
-    """Returns how far the trainer's and the engine's logprobs differ, and where they must not.
-
-    Both are (B, T). They must agree where the weights of this version sampled the token."""
+    """Returns how far both logprobs differ, (B, T), and where they must agree, (B, T)."""
     difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()
     is_current = batch["versions"] == version
     return difference, batch["response_mask"].bool() & is_current
 
 
 def batch_metrics(batch, version: int, args) -> dict[str, float]:
-    """Returns metrics of a trained batch: agreement, critic, staleness, rollout correction.
-
-    version: of the weights at the start of the rollout."""
+    """Returns metrics of a trained batch. version: of the weights at the start of the rollout."""
     mask = batch["response_mask"].bool()
     difference, is_comparable = tokens_to_compare(batch, version)
     difference = difference[is_comparable]
@@ -236,9 +232,7 @@ def batch_metrics(batch, version: int, args) -> dict[str, float]:
 
 
 def disagreement(tokenizer, batch, version: int, difference: float, bound: float) -> str:
-    """Returns an error message: the logprobs of engine and trainer differ too much, and where most.
-
-    version: of the weights that sampled the step. difference: the mean, which exceeds bound."""
+    """Returns an error: where engine and trainer differ most. difference: the mean, above bound."""
     differences, is_comparable = tokens_to_compare(batch, version)
     largest = differences.where(is_comparable, -1).argmax().item()
     row, position = divmod(largest, differences.shape[1])

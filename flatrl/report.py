@@ -71,9 +71,7 @@ def number(value) -> float | None:
 
 
 def draw(folder: Path, tokenizer, n_tokens: int) -> list[dict]:
-    """Returns outputs of evenly spaced steps and evaluations, the first and last included.
-
-    Each file gives its first groups, so that every evaluation shows the same rows."""
+    """Returns the first groups of evenly spaced steps and evaluations, first and last included."""
     files = []
     for kind in ("eval", "step"):
         found = sorted((folder / "rollouts").glob(f"{kind}_*.jsonl"))
@@ -88,9 +86,7 @@ def draw(folder: Path, tokenizer, n_tokens: int) -> list[dict]:
 
 
 def first_groups(file: Path, n_tokens: int) -> list[dict]:
-    """Returns the lines of a file's first groups, at least one, until they have n_tokens tokens.
-
-    Failures, which have no tokens, stand after all groups and are left out."""
+    """Returns the outputs of a file's first groups, at least one, up to n_tokens tokens."""
     outputs = (line for line in read_json_lines(file) if "response_ids" in line)
     lines = []
     for _, group in itertools.groupby(outputs, lambda line: line["extra"]["prompt"]):
@@ -130,12 +126,10 @@ def show(line: dict, tokenizer) -> dict:
 
 @functools.cache
 def added_text(tokenizer, *ids: int) -> str:
-    """Returns the text that consecutive tokens add after another token.
-
-    Some tokenizers drop the space before the very first token. Without a tokenizer, the text of
-    token 7 is ⟨7⟩."""
+    """Returns the text that consecutive tokens add after another token: ⟨7⟩ without a tokenizer."""
     if not tokenizer:
         return f"⟨{ids[0]}⟩"
+    # Some tokenizers drop the space before the very first token.
     first = tokenizer.encode("a", add_special_tokens=False)[-1:]
     decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     return decode([*first, *ids])[len(decode(first)) :]

@@ -154,9 +154,7 @@ def check_demonstration(rows: Iterable[dict], templates, args):
 
 
 def copy_row(row: dict) -> dict:
-    """Returns a deep copy of a row, because a rollout may change what is in it.
-
-    Raises BadInput, with the column, if something can't be copied: a lock, a connection."""
+    """Returns a deep copy of a row. Raises BadInput for a lock, a connection and the like."""
     copied = {}
     memo = {}
     for column, value in row.items():

@@ -107,9 +107,7 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
 
 
 def check_images(output: "AgentLoopOutput", processor):
-    """Raises ValueError unless the ids have a placeholder for each token of the images.
-
-    processor: None for a text model, which takes no images."""
+    """Raises ValueError unless the ids have a placeholder for each token of the images."""
     if processor is None:
         expand([], output.images, None)  # raises if there are images
         return

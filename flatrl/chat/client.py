@@ -319,9 +319,7 @@ class ChatAgentLoop(AgentLoopBase):
     A rollout that runs out of tokens, turns or time keeps its replies. Any other error drops it."""
 
     async def chat(self, client: ChatClient, **row) -> float | None:
-        """Holds the whole conversation for one row.
-
-        May return the reward; if it returns None, the task's reward function is asked."""
+        """Holds a row's conversation. May return the reward; else the task's function is asked."""
         raise TypeError(f"{type(self).__name__} has no chat method")
 
     async def run(self, sampling_params, **row):

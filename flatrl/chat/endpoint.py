@@ -187,9 +187,7 @@ async def _body(request):
 
 
 class EndpointLoop(ChatAgentLoop):
-    """The base class of agents that speak HTTP: a subclass writes `agent`.
-
-    `agent` is an async function, or a plain one, which then runs in a thread."""
+    """The base class of agents that speak HTTP: a subclass writes `agent`, async or plain."""
 
     async def agent(self, base_url: str, api_key: str, row: dict) -> float | None:
         raise TypeError(f"{type(self).__name__} has no agent method")

@@ -52,9 +52,7 @@ def error(message: str, code: str) -> dict:
 
 
 def arguments(body: dict) -> dict:
-    """Returns the arguments of ChatClient.create for the body of a chat request.
-
-    Raises ValueError for what the table above refuses."""
+    """Returns the arguments of ChatClient.create for a chat request, or raises ValueError."""
     asked = {name for name, value in body.items() if value and value != USUAL.get(name)}
     unknown = asked - CREATE - RUNS_OWN - NO_MATTER
     if unknown:
@@ -170,33 +168,30 @@ def _items(choice, number):
     items = []
     reasoning = getattr(message, "reasoning_content", None)
     if reasoning:
-        item = {
+        items.append({
             "type": "reasoning",
             "id": f"rs_{number}",
             "summary": [],
             "content": [{"type": "reasoning_text", "text": reasoning}],
-        }
-        items.append(item)
+        })
     if message.content or not message.tool_calls:
         part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
-        item = {
+        items.append({
             "type": "message",
             "id": f"msg_{number}",
             "role": "assistant",
             "status": "completed",
             "content": [part],
-        }
-        items.append(item)
+        })
     for call in message.tool_calls or ():
-        item = {
+        items.append({
             "type": "function_call",
             "id": f"fc_{number}_{call.id}",
             "status": "completed",
             "call_id": call.id,
             "name": call.function.name,
             "arguments": call.function.arguments,
-        }
-        items.append(item)
+        })
     return items
 
 
