@@ -930,7 +930,7 @@ class Pool:
         self.tasks.create_task(self._end_group(prompt, group, running))
 
     async def _run_member(self, group: Rollouts, member: Member) -> list[AgentLoopOutput]:
-        """Runs one rollout. Adds copies of its outputs or its error to the group."""
+        """Runs and returns one rollout. Adds copies of its outputs, or its error, to the group."""
         try:
             # The row is read in here, as a bad one of a large table raises.
             row = copy_row(self.row_of(member.prompt))
@@ -1195,10 +1195,9 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
     future = background.submit(_await_graders(rollouts.graders))
     while not future.done() and not stop.requested:
         wait([future], timeout=0.2)
-    stopped = not future.done()
-    mine = None if stopped else future.result()
+    mine = future.result() if future.done() else {}
     grades = {}
-    for grades_of_rank in gather_unless_stopped(mine, stopped):
+    for grades_of_rank in gather_unless_stopped(mine, stop.requested):
         grades |= grades_of_rank
     rollouts.outputs = _with_rewards(rollouts.outputs, grades)
     rollouts.errors += [grade for grade in grades.values() if isinstance(grade, dict)]

@@ -73,10 +73,9 @@ def merge_images(outputs: Iterable["AgentLoopOutput"]):
     """Makes equal images one object, which is sent to other ranks and preprocessed only once."""
     known = {}
     for output in outputs:
-        merged = []
-        for image in output.images:
-            merged.append(known.setdefault((image.size, image.tobytes()), image))
-        output.images = merged
+        output.images = [
+            known.setdefault((image.size, image.tobytes()), image) for image in output.images
+        ]
 
 
 def image_tokens(images: Sequence, processor) -> list[int]:

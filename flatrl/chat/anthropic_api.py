@@ -157,7 +157,7 @@ DELTAS = {
 
 
 def events(message: dict, request: dict) -> Iterator[dict]:
-    """Yields a message as it is streamed; every block is one delta."""
+    """Yields a message as it is streamed."""
     end = {name: message[name] for name in ("stop_reason", "stop_sequence")}
     usage = message["usage"] | {"output_tokens": 0}
     begun = message | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
