@@ -1,4 +1,4 @@
-"""Chat templates of seven models, rebuilt in small, with their special tokens and stop ids.
+"""Chat templates of six models, rebuilt in small, with their special tokens and stop ids.
 
 They raise, trim, drop and rewrite like the originals. Only the fixed instructions about tools are
 shorter. KINDS has templates of one unusual habit each."""
@@ -10,27 +10,15 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken
 
-# Qwen's instructions about tools. They contain the tags of a call.
-QWEN_TOOLS = r"""
-    {{- '# Tools\n\n<tools>' }}
-    {%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}
-    {{- '\n</tools>\n\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
-""".strip()
-
-# Consecutive answers of tools share one user turn.
-QWEN_ANSWER = r"""
-        {%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
-        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
-""".strip()
-
 # Drops reasoning before the user's last question. The last message always has a think block. If it
 # is empty, it disappears when other messages follow. A content with </think> is split into
-# reasoning and content.
+# reasoning and content. The tools' answers share one user turn. The text about tools has tags.
 QWEN3 = r"""
 {%- if tools %}
     {{- '<|im_start|>system\n' + (messages[0].content + '\n\n' if messages[0].role == 'system' else '') }}
-    QWEN_TOOLS
+    {{- '# Tools\n\n<tools>' }}
+    {%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\n</tools>\n\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
     {{- '<|im_end|>\n' }}
 {%- elif messages[0].role == 'system' %}
     {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
@@ -62,7 +50,9 @@ QWEN3 = r"""
         {%- endfor %}
         {{- '<|im_end|>\n' }}
     {%- elif m.role == 'tool' %}
-        QWEN_ANSWER
+        {%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -73,13 +63,12 @@ QWEN3 = r"""
 # Raises for more than one call in a message, and drops the text beside a call. Trims contents,
 # writes tool answers as JSON, and puts the tools into the first user message. The date is constant.
 LLAMA31 = r"""
-{%- if date_string is not defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}
 {%- set system = '' %}
 {%- if messages[0].role == 'system' %}
     {%- set system = messages[0].content | trim %}{%- set messages = messages[1:] %}
 {%- endif %}
 {{- bos_token + '<|start_header_id|>system<|end_header_id|>\n\n' + ('Environment: ipython\n' if tools is not none else '') }}
-{{- 'Cutting Knowledge Date: December 2023\nToday Date: ' + date_string + '\n\n' + system + '<|eot_id|>' }}
+{{- 'Today Date: 26 Jul 2024\n\n' + system + '<|eot_id|>' }}
 {%- if tools is not none %}
     {%- if not messages %}{{- raise_exception('Cannot put tools in the first user message when there\'s no first user message!') }}{%- endif %}
     {{- '<|start_header_id|>user<|end_header_id|>\n\nRespond in the format {"name": function name, "parameters": dictionary}.\n\n' }}
@@ -128,43 +117,8 @@ MISTRAL03 = r"""
     {%- elif m.role == 'tool' %}
         {%- if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}
         {{- '[TOOL_RESULTS] {"content": ' + m.content | string + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
-    {%- else %}
-        {{- raise_exception('Only user and assistant roles are supported, with the exception of an initial optional system message!') }}
     {%- endif %}
 {%- endfor %}
-"""
-
-# Drops all reasoning. Writes calls only if the content is None, and raises unless their arguments
-# are strings. There is no generation prompt after a tool's answer. Only the last system prompt is
-# written. The generation prompt opens the reasoning.
-DEEPSEEK_R1 = r"""
-{%- set ns = namespace(called=false, answering=false, answered=false, system='') %}
-{%- for m in messages if m.role == 'system' %}{%- set ns.system = m.content %}{%- endfor %}
-{{- bos_token + ns.system }}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}
-        {%- set ns.answering = false %}
-        {{- '<｜User｜>' + m.content }}
-    {%- elif m.role == 'assistant' and m.content is none %}
-        {%- set ns.answering = false %}
-        {%- for call in m.tool_calls %}
-            {{- '\n' if ns.called else '<｜Assistant｜><｜tool▁calls▁begin｜>' }}
-            {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\n```json\n' + call.function.arguments + '\n```<｜tool▁call▁end｜>' }}
-            {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' if ns.called }}
-            {%- set ns.called = true %}
-        {%- endfor %}
-    {%- elif m.role == 'assistant' %}
-        {{- '<｜tool▁outputs▁end｜>' + m.content if ns.answering else '<｜Assistant｜>' + m.content.split('</think>')[-1] }}
-        {{- '<｜end▁of▁sentence｜>' }}
-        {%- set ns.answering = false %}
-    {%- elif m.role == 'tool' %}
-        {{- '\n' if ns.answered else '<｜tool▁outputs▁begin｜>' }}
-        {{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
-        {%- set ns.answering = true %}{%- set ns.answered = true %}
-    {%- endif %}
-{%- endfor %}
-{{- '<｜tool▁outputs▁end｜>' if ns.answering }}
-{{- '<｜Assistant｜><think>\n' if add_generation_prompt and not ns.answering }}
 """
 
 # No token ends a turn: the marker of the next message does. Every turn has a think block, which is
@@ -216,18 +170,13 @@ CHATML = r"""
 # beside a call that no answer follows. A tool's answer gets the name of the last call: raises if
 # there is none. Raises for channel tokens in texts. Tool answers are JSON. The date is today's.
 GPT_OSS = r"""
-{{- '<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\nCurrent date: ' + strftime_now('%Y-%m-%d') }}
-{{- '\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, final. Channel must be included for every message.' }}
+{{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '\n\n# Valid channels: analysis, commentary, final.' }}
 {{- ('\nCalls to these tools must go to the commentary channel: \'functions\'.' if tools else '') + '<|end|>' }}
 {%- set developer = messages[0].content if messages[0].role in ('system', 'developer') else '' %}
 {%- set messages = messages[1:] if messages[0].role in ('system', 'developer') else messages %}
 {%- if developer or tools %}
-    {{- '<|start|>developer<|message|>' + ('# Instructions\n\n' + developer + '\n\n' if developer else '') }}
-    {%- if tools %}
-        {{- '# Tools\n\n## functions\n\nnamespace functions {\n\n' }}
-        {%- for tool in tools %}{{- (tool.function | tojson) + '\n\n' }}{%- endfor %}
-        {{- '} // namespace functions' }}
-    {%- endif %}
+    {{- '<|start|>developer<|message|>' + developer + ('\n\n# Tools\n\n' if tools else '') }}
+    {%- for tool in tools or [] %}{{- (tool.function | tojson) + '\n\n' }}{%- endfor %}
     {{- '<|end|>' }}
 {%- endif %}
 {%- set ns = namespace(name=none) %}
@@ -278,8 +227,7 @@ class Family:
     markup: str = ""
 
     def __post_init__(self):
-        whole = self.template.replace("QWEN_TOOLS", QWEN_TOOLS).replace("QWEN_ANSWER", QWEN_ANSWER)
-        self.template = whole.strip()
+        self.template = self.template.strip()
         self.eos = self.stops.split()[0]
         self.answer_end = self.answer_end or self.eos
         self.call_end = self.call_end or self.answer_end
@@ -292,9 +240,6 @@ THINK = CALL + " <tool_response> </tool_response> <think> </think>"
 LLAMA3 = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>"
 LLAMA3_STOPS = "<|eot_id|> <|eom_id|> <|end_of_text|>"
 MISTRAL3 = "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
-R1_BOS = "<｜begin▁of▁sentence｜>"
-R1_EOS = "<｜end▁of▁sentence｜>"
-R1_MARKUP = "<｜User｜> <｜Assistant｜> <think> </think>"
 GLM = "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> /nothink"
 GLM_STOPS = "<|endoftext|> <|user|> <|observation|>"
 GLM_MARKUP = THINK + " <arg_key> </arg_key> <arg_value> </arg_value>"
@@ -305,7 +250,6 @@ FAMILIES = {
     "qwen3": Family(QWEN3, IM, IM_STOPS, markup=THINK),
     "llama3.1": Family(LLAMA31, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
     "mistral0.3": Family(MISTRAL03, MISTRAL3, "</s>", bos="<s>"),
-    "deepseek-r1": Family(DEEPSEEK_R1, R1_BOS + " " + R1_EOS, R1_EOS, bos=R1_BOS, markup=R1_MARKUP),
     "glm4": Family(GLM4, GLM, GLM_STOPS, "<|user|>", "<|observation|>", markup=GLM_MARKUP),
     # A base model, whose EOS token is not the token that ends a turn in the template.
     "chatml-base": Family(CHATML, IM, "<|endoftext|>", "<|im_end|>"),

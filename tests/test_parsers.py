@@ -16,17 +16,10 @@ from flatrl.tools import SCHEMAS as PROBED
 SCHEMAS = [as_tool(calculator.calculator).schema]
 
 
-def test_parsers_that_can_not_be_used(tokenizer):
-    for name in ("openai", "herms"):
-        with pytest.raises(BadInput, match=f"--tool_parser {name} .*hermes"):
-            CallFormat(tokenizer, name)
-
-
 # What a model of each family writes as two calls, and which parser is found for it.
 FOUND = {"qwen3": "hermes", "llama3.1": "llama3_json", "mistral0.3": "mistral",
          "glm4": "glm45", "gpt-oss": "template"}
-LOOK = as_tool(calculator.calculator).schema
-LOOK = {"type": "function", "function": LOOK["function"] | {"name": "look-up"}}
+LOOK = {"type": "function", "function": SCHEMAS[0]["function"] | {"name": "look-up"}}
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -96,29 +89,15 @@ def test_ids_that_the_policy_gave_its_calls_stay(name, changes, ids, tokenizer):
     assert [call["id"] for call in message["tool_calls"]] == ids
 
 
-PYTHONIC = """
-{%- for m in messages %}{{- m.role + m.content }}
-    {%- for call in m.tool_calls or [] %}
-        {{- ('[' if loop.first else ', ') + call.function.name + '(' }}
-        {%- for key, value in call.function.arguments.items() %}
-            {{- (', ' if not loop.first else '') + key + '=' + (value | string | tojson) }}
-        {%- endfor %}
-        {{- ')' + (']' if loop.last else '') }}
-    {%- endfor %}
-    {{- '<|im_end|>' }}
-{%- endfor %}
-{{- 'assistant' if add_generation_prompt }}"""
-
-
 def test_a_tool_whose_name_is_not_read_is_refused(tokenizer):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = PYTHONIC
-    found = CallFormat(other)
-    assert found.name == "llama4_pythonic"
-    with pytest.raises(BadInput, match="does not read calls of the tool 'look-up': rename it"):
-        list(found.check([LOOK]))
+    """Qwen3's template does not escape a name."""
+    found = CallFormat(chat_templates.tokenizer_for("qwen3", tokenizer))
+    quoted = {"type": "function", "function": LOOK["function"] | {"name": 'look"up'}}
+    with pytest.raises(BadInput, match="does not read calls of the tool 'look\"up': rename it"):
+        list(found.check([quoted]))
+    other = CallFormat(chat_templates.tokenizer_for("glm4", tokenizer), "hermes")
     with pytest.raises(BadInput, match="--tool_parser hermes does not read the calls that"):
-        list(CallFormat(other, "hermes").check([LOOK]))
+        list(other.check(SCHEMAS))
 
 
 @pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": ""'])
