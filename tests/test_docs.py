@@ -1,4 +1,4 @@
-"""README.md and docs/: their commands parse with the present flags, their links lead to files."""
+"""README.md and docs/: their commands parse, their links lead to files, their tables are true."""
 
 import re
 import shlex
@@ -11,6 +11,9 @@ from conftest import REPO
 
 import data
 import train
+
+sys.path.append(str(REPO / "results"))
+import pages
 
 PAGES = [
     REPO / "README.md",
@@ -75,9 +78,16 @@ def test_links(page):
 
 def test_the_readmes_task_loads_with_the_loops_of_the_docs(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace())  # not installed
-    pages = (REPO / "docs/agents.md").read_text() + (REPO / "README.md").read_text()
-    blocks = [block.split("```")[0] for block in pages.split("```python\n")[1:]]
+    text = (REPO / "docs/agents.md").read_text() + (REPO / "README.md").read_text()
+    blocks = [block.split("```")[0] for block in text.split("```python\n")[1:]]
     file = tmp_path / "my_task.py"
     file.write_text("".join(blocks))
     task = data.load_task(str(file))
     assert data.load_rows(task, "train") and data.load_rows(task, "val")
+
+
+def test_the_tables_of_the_pages_are_those_of_the_records(tmp_path):
+    assert pages.write_tables(pages.PAGES, only_check=True) == 0
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results: quick_start -->\nold\n<!-- end -->\n")
+    assert pages.write_tables([page], only_check=True) == 1

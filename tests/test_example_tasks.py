@@ -1,4 +1,4 @@
-"""Tasks in examples/, each played by a scripted engine: rows, rewards, users, units, a judge."""
+"""Tasks in examples/: their rewards, units, environments and judge."""
 
 import asyncio
 import functools
@@ -12,7 +12,7 @@ from conftest import REPO, output_of
 from test_agent_loop import END, Script, said_by
 
 from agent_loop import agent_loop_class
-from data import load_rows, load_task
+from data import load_task
 from examples import calculator, environments
 from rollout import set_rewards
 from train import Args
@@ -22,9 +22,9 @@ def load(name: str):
     return load_task(str(REPO / "examples" / f"{name}.py"))
 
 
-gsm8k, gsm8k_user, tree, nim, bisection = map(
-    load, ("gsm8k", "gsm8k_user", "tree", "nim", "bisection")
-)
+gsm8k = load("gsm8k")
+retool = load("retool")
+tree = load("tree")
 
 
 def play(task, tokenizer, row: dict, *lines) -> list:
@@ -53,24 +53,12 @@ def test_the_calculator():
     (calculator, "<answer>1</answer><answer>72</answer>", 0.0),  # a list of guesses must not pay
     (gsm8k, "so\n####  72 apples, not 80\n", {"score": 1.0, "format": 1.0}),
     (gsm8k, "#### 72\n#### 71", {"score": 0.0, "format": 1.0}),
+    (retool, "We add.\nAnswer: $\\boxed{72}$.", 1.0),
     (gsm8k, None, {"score": 0.0, "format": 0.0}),
 ])  # fmt: skip
 def test_the_reward_of_an_answer(task, text, reward):
     output = SimpleNamespace(messages=[{"role": "assistant", "content": text}])
     assert task.reward(output, {"reward_model": {"ground_truth": "72"}}) == reward
-
-
-WRONG = "That is wrong. Try again."
-NO_ANSWER = 'I see no answer. End with "#### N".'
-
-
-def test_the_user_answers_and_pays_by_turn(tokenizer):
-    row = load_rows(gsm8k_user, "train")[0]
-    (output,) = play(gsm8k_user, tokenizer, row, "hm", "#### 62", "#### 63")
-    assert said_by(output, "user")[1:] == [NO_ANSWER, WRONG]
-    rewards = {at: reward for at, reward in output.turn_rewards if reward}
-    assert rewards == {len(output.response_ids) - 1: pytest.approx(1 / 3)}
-    assert output.reward == {"score": 0.0, "right": 1.0}
 
 
 # ---------------------------------------------------------------- several outputs
@@ -95,58 +83,23 @@ def test_a_tree_branches_after_the_first_call(tokenizer):
         assert tokenizer.decode(leaf.response_ids) == text + END and set(leaf.response_mask) == {1}
 
 
-def test_a_game_of_nim(tokenizer):
-    row = {"prompt": nim.shown(5), "extra_info": {"sticks": 5, "game": 0}}
-    outputs = play(nim, tokenizer, row | {"agent_name": "self_play"}, *"122")
-    rewards = [("first", 1.0), ("second", 0.0), ("first", 1.0)]
-    assert [(output.unit, output.reward) for output in outputs] == rewards
-
-
-def test_a_game_of_bisection(tokenizer):
-    row = bisection.load("val")[17] | {"agent_name": "guess"}  # the number is 20, in sample 3
-    [output] = play(bisection, tokenizer, row, "x", "15", "3", "22", "20")
-    left = [32, 32, 16, 16, 6]  # what is no guess, or not left, tells nothing
-    assert output.metrics["states"] == [f"{n} left, guess {turn}" for turn, n in enumerate(left, 1)]
-    assert output.reward == 1.0
-
-
 class Counts:
-    """Counts down from the seed: the game of each interface below."""
+    """Counts down from the seed. As textarena's games, it shows each player his own moves as well,
+    and pays at the end."""
 
-    def reset(self, seed):
+    def reset(self, num_players, seed):
+        assert num_players == 1
         self.left = seed
-        return f"{self.left} left"
+        self.paid = 0.0
+        self.seen = [(-1, f"{seed} left", "prompt")]
 
     def step(self, action):
         if action not in ("1", "2"):
             raise environments.IllegalAction("say 1 or 2")
         self.left -= int(action)
-        return f"{self.left} left", int(action) / 2, self.left < 1, {"taken": int(action)}
-
-
-class CountsOfGymnasium(Counts):
-    def reset(self, *, seed):
-        return super().reset(seed), {}
-
-    def step(self, action):
-        observation, reward, truncated, info = super().step(action)
-        return observation, reward, False, truncated, info
-
-
-class CountsOfTextarena(Counts):
-    """It pays at the end, and shows each player his own moves as well."""
-
-    paid = 0.0
-
-    def reset(self, num_players, seed):
-        assert num_players == 1
-        self.seen = [(-1, super().reset(seed), "prompt")]
-
-    def step(self, action):
-        text, reward, done, info = super().step(action)
-        self.seen = [(0, action, "move"), (-1, text, "board"), (-1, "Go on.", "message")]
-        self.paid += reward
-        return done, info
+        self.paid += int(action) / 2
+        self.seen = [(0, action, "move"), (-1, f"{self.left} left", "board"), (-1, "Go on.", "say")]
+        return self.left < 1, {"taken": int(action)}
 
     def get_observation(self):
         return 0, self.seen
@@ -155,18 +108,13 @@ class CountsOfTextarena(Counts):
         return {0: self.paid}, {}
 
 
-@pytest.mark.parametrize("make, more, paid", [
-    (Counts, "", [-0.1, 0.5, 1.0]),
-    (CountsOfGymnasium, "", [-0.1, 0.5, 1.0]),
-    (CountsOfTextarena, "\nGo on.", [-0.1, 1.5]),
-])  # fmt: skip
-def test_an_environment_of_each_interface(tokenizer, make, more, paid):
-    task = SimpleNamespace(INTERACTIONS=[environments.EnvInteraction("count", make)])
+def test_a_game_of_textarena(tokenizer):
+    task = SimpleNamespace(INTERACTIONS=[environments.EnvInteraction("count", Counts)])
     task.reward = lambda output, row: 0.0
     row = environments.episodes("count", "train", n_val=3)[0]
     (output,) = play(task, tokenizer, row, "x", "1", "2")
-    assert said_by(output, "user") == ["3 left", "Illegal: say 1 or 2", f"2 left{more}"]
-    assert [reward for _, reward in output.turn_rewards] == paid
+    assert said_by(output, "user") == ["3 left", "Illegal: say 1 or 2", "2 left\nGo on."]
+    assert [reward for _, reward in output.turn_rewards] == [-0.1, 1.5]
     assert output.metrics["interaction/count/taken"] == 3
 
 
@@ -174,7 +122,6 @@ def test_an_environment_of_each_interface(tokenizer, make, more, paid):
 
 
 def test_a_judge(monkeypatch):
-    """What it is asked, and its grade."""
     asked = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -198,5 +145,3 @@ def test_a_judge(monkeypatch):
     for part in ("user: What is rust?", "Rubric: Be right.", "Reference answer: Iron oxide."):
         assert text.count(part) == 1
     assert text.count("</answer_to_grade>") == 1  # the answer can't end its tag
-
-

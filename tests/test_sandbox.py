@@ -4,7 +4,6 @@ import asyncio
 import socket
 import tempfile
 import textwrap
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,8 +13,6 @@ from agent_loop import BadInput
 from data import load_task
 from examples import sandbox
 from examples.sandbox import Result, run_python
-
-retool = load_task(str(REPO / "examples/retool.py"))
 
 
 def isolate(monkeypatch) -> None:
@@ -55,8 +52,6 @@ def programs() -> list[psutil.Process]:
 @pytest.mark.parametrize("code, expected", [
     ("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)",
      Result("out\n", "err\n", False, 3)),
-    ("import os, sys; print(sys.stdin.read(), os.environ['HOME'], os.getcwd(), os.listdir())",
-     Result(" /sandbox /sandbox ['main.py']\n", "", False, 0)),
     ("bytearray(10**9)", Result("", "MemoryError\n", False, 1)),
     ("while True: print('x' * 1000, end='')",
      Result("x" * 5000 + "\n...\n" + "x" * 5000, "File too large\n", False, 1)),
@@ -131,21 +126,7 @@ def test_children_do_not_outlive_the_call(isolated, end, seconds, code):
     wait_for(lambda: programs() == [])
 
 
-# ---------------------------------------------------------------- examples/retool.py
-
-
-@pytest.mark.parametrize("code, text, failed", [
-    ("```python\nprint(2 ** 10)\n```", "1024", False),
-    ("print(2 ** 10O)", "SyntaxError: invalid decimal literal", True),
-])  # fmt: skip
-def test_retool_tells_what_a_program_printed(code, text, failed):
-    response = asyncio.run(retool.code_interpreter(code))
-    assert response.text.endswith(text) and response.metrics["failed"] == failed
-
-
-def test_retool_reward():
-    row = {"reward_model": {"ground_truth": "34"}}
-    guesses = "<answer>34</answer><answer>35</answer>"
-    for text, reward in (("We add.\nAnswer: $\\boxed{34}$.", 1.0), (guesses, 0.0)):
-        output = SimpleNamespace(messages=[{"role": "assistant", "content": text}])
-        assert retool.reward(output, row) == reward
+def test_retool():
+    retool = load_task(str(REPO / "examples/retool.py"))
+    response = asyncio.run(retool.code_interpreter("```python\nprint(2 ** 10)\n```"))
+    assert (response.text, response.metrics["failed"]) == ("1024", False)
