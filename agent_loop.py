@@ -168,8 +168,8 @@ class AgentLoopOutput:
         token of its image.
     unit: outputs of one rollout with the same unit share one reward, that of the last of them, and
         count once in advantages and in the loss; by default all outputs of the rollout.
-    group: units of one prompt and one group are compared with each other; by default those of the
-        same unit, such as all rollouts of a prompt. docs/units.md has examples.
+    group: units of one prompt and one group are compared with each other; by default those of
+        equal names, and without names all rollouts of the prompt. docs/units.md has examples.
 
     Raises ValueError if the lists differ in length, or if a field is invalid."""
 
@@ -394,7 +394,8 @@ class Trajectory:
         """Returns the outputs of all token sequences, which share the trajectory's unit and group.
 
         If the assistant said nothing after the last fork (there was no room for a turn), that
-        sequence is left out, and the one before ends the rollout."""
+        sequence is left out. The one before then ends the rollout, and its last token gets the
+        turn rewards."""
         finished = [replace(each, unit=self.unit, group=self.group) for each in self.finished]
         last = self.output()
         speaks = 1 in last.response_mask or last.messages[-1]["role"] == "assistant"
@@ -403,8 +404,8 @@ class Trajectory:
         *earlier, before = finished
         names = ("reward", "metrics", "extra", "stop_reason")
         ended = {name: getattr(last, name) for name in names}
-        of_before = before.extra.keys() & {"routes"}
-        ended["extra"] |= {name: before.extra[name] for name in of_before}
+        if "routes" in before.extra:
+            ended["extra"]["routes"] = before.extra["routes"]
         end = len(before.response_ids) - 1
         rewards = before.turn_rewards + [(end, reward) for _, reward in last.turn_rewards]
         return [*earlier, replace(before, turn_rewards=rewards, **ended)]
@@ -715,12 +716,10 @@ class ToolAgentLoop(AgentLoopBase):
         name, and the chat template shows the message. Otherwise they stay in its text."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         shown = calls[: self.args.max_parallel_calls]
-        if any(tool_call["name"] for tool_call in shown):
-            message = trajectory.messages[-1]
-            called = dict(message)
-            set_tool_calls(called, content, shown, trajectory.assistant_turns)
-            if self.chat_template(self.stops).shows_calls:
-                message.update(called)
+        has_name = any(tool_call["name"] for tool_call in shown)
+        if has_name and self.chat_template(self.stops).shows_calls:
+            turn = trajectory.assistant_turns
+            set_tool_calls(trajectory.messages[-1], content, shown, turn)
         return calls
 
     async def processing_tools(self, trajectory):
@@ -1066,8 +1065,8 @@ class Interaction:
 def task_interaction(task, kwargs: dict) -> Interaction | None:
     """Returns the task's interaction named kwargs["name"] or, without a name, its only one.
 
-    None if the task has no interactions, or if kwargs are empty and it has several. Raises BadInput
-    for an unknown name, and for kwargs without a name if there are several."""
+    None if the task has none and none is named, or if kwargs are empty and it has several. Raises
+    BadInput for an unknown name, and for kwargs without a name if there are several."""
     interactions = {each.name: each for each in getattr(task, "INTERACTIONS", None) or ()}
     name = kwargs.get("name")
     if name is None and len(interactions) < 2:

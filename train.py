@@ -291,10 +291,10 @@ def shape_rewards(units: data.Units, args: Args) -> N:
 
 
 def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
-    """Sets batch.token_rewards, (N, S): the shaped rewards at their tokens. Returns metrics.
+    """Sets batch.token_rewards, (N, S): the shaped rewards at their tokens, times --reward_coef.
 
-    With --kl_in reward, each token's KL is subtracted; with --kl_target, the mean KL over units
-    adapts its coefficient, from step --critic_warmup on."""
+    With --kl_in reward, each token's KL is subtracted. With --kl_target as well, the mean KL over
+    units adapts its coefficient, from step --critic_warmup on. Returns metrics."""
     args = run.args
     metrics = {}
     has_tokens = batch.layout.mask.any(1)  # (N,), False for demonstrations

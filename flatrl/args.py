@@ -292,7 +292,7 @@ class Args(LoopArgs):
         low, high = losses.ROLLOUT_CORRECTIONS.get(kind, (0.0, 1.0))
         if self.max_staleness:
             low = 0.0  # with staleness a small ratio is no reason to drop a token
-        n_allowed = {"none": 0, "bypass": 0, "tis": 1, "seq_tis": 1}
+        n_allowed = {"none": 0, "bypass": 0, "tis": 1, "seq_tis": 1, "geo_tis": 1}
         if len(bounds) > n_allowed.get(kind, 2):
             raise ValueError(f"{self.rollout_correction}: {kind} has no such bounds")
         if bounds:

@@ -60,6 +60,7 @@ class Texts:
         first, *pieces = text.replace("\\ufdd0", TOKEN_BREAK).split(TOKEN_BREAK)
         ids = self._encoded(first, begins)
         for piece in pieces:
+            # The first character alone, so that no control token begins with it, or is it.
             for number in self._encoded(piece[:1], False):
                 if number not in self.controls:
                     ids.append(number)
@@ -166,7 +167,8 @@ class Recent:
         """Returns the recent part of a chat, which must continue that of the last call."""
         for message in messages[self.n_seen :]:
             if message["role"] != "assistant":
-                (self.latest or self.start).append(message)
+                current = self.latest or self.start
+                current.append(message)
                 continue
             if self.latest:
                 kind = tuple(map(_kind, self.latest))
@@ -252,7 +254,7 @@ class ChatTemplate:
         self.think_start, self.think_end = think_tags.split()
         start, end = map(re.escape, (self.think_start, self.think_end))
         self.empty_thought = re.compile(rf"{start}\s*{end}\s*")
-        self._remembered_ids = functools.lru_cache(maxsize=64)(self.texts.ids)
+        self._cached_ids = functools.lru_cache(maxsize=64)(self.texts.ids)
         # `problem` reads these two, so they have a value before the right one is found.
         self.no_tools = None
         if self.problem([USER]):  # for chats with tools alone, as Hermes-2-Pro's: [] will do
@@ -300,7 +302,7 @@ class ChatTemplate:
             plain = self.texts.plain
             messages = [m if m in trusted else plain(m, m["role"]) for m in messages]
         # Rollouts of a group begin with the same prompt.
-        return list(self._remembered_ids(self.text(messages, self.texts.plain(tools), True)))
+        return list(self._cached_ids(self.text(messages, self.texts.plain(tools), True)))
 
     # -- the suffix of a turn
 
@@ -338,13 +340,13 @@ class ChatTemplate:
 
             head      "...assistant\\nProbe0001001"
             tail      "<|im_end|>\\n"
-            new_head  the same, or the history is rewritten
+            new_head  the same but for empty thoughts, or the history is rewritten
             new_tail  "<|im_end|>\\n<|im_start|>user\\n2?...", of which the stop token is known"""
         *earlier, turn = history
         if not turn.get("tool_calls"):
             turn = turn | {"content": "?"}  # becomes a word, even if the answer is empty
         elif self.hides_text_beside_calls:
-            turn = turn | {"content": ""}
+            turn = turn | {"content": ""}  # its word would seem to be left out
         chat = []
         for number, message in enumerate([*earlier, turn]):
             is_said = message["role"] == "assistant"
@@ -357,15 +359,15 @@ class ChatTemplate:
             raise RewritesHistory("the chat template changes an earlier message")
 
         usual = self.call_end if turn.get("tool_calls") else self.answer_end
-        stop_text = self._token(usual if stop is None else stop) or MARK  # no text has MARK here
-        # Between the last word and the stop token is what ends a call or a thought.
+        stop_text = self._token(usual if stop is None else stop) or MARK  # no token is MARK
+        # Between the last word and the stop token is the syntax that ends a call or a thought.
         syntax, found, rest = new_tail.partition(stop_text)
-        if stop is not None:
-            if not found or not tail.strip().startswith(syntax.strip()):
-                raise RewritesHistory("the chat template ends this turn in another way")
-            return rest
-        # The policy wrote the syntax, but no stop token.
-        return found + rest if found and tail.startswith(syntax) else new_tail
+        if stop is None:  # the policy wrote the syntax, but no stop token
+            return found + rest if found and tail.startswith(syntax) else new_tail
+        # White space around the syntax is the template's, not the policy's.
+        if not found or not tail.strip().startswith(syntax.strip()):
+            raise RewritesHistory("the chat template ends this turn in another way")
+        return rest
 
     @functools.cached_property
     def looks_far_back(self) -> bool:
@@ -381,7 +383,7 @@ class ChatTemplate:
             for makes in ([last] * 3, [*kinds * 4, last]):
                 rounds = [make(n) for n, make in enumerate(makes, 1)]
                 chat = _made_up([USER, *chain(*rounds)])
-                n_new = len(rounds[-1]) - 1
+                n_new = len(rounds[-1]) - 1  # all but the turn
                 history, new = chat[:-n_new], chat[-n_new:]
                 whole = self._outcome(history, new)
                 if whole and whole != self._outcome(Recent().of(history), new):
@@ -403,6 +405,7 @@ class ChatTemplate:
         It is the first special token after the turn or, without one, that with which the next
         message begins (GLM). Calls may have special tokens of their own. So a turn with calls ends
         at a known token, or else at the first one that is not between two calls."""
+        # Pieces 0 and 1 are before the user's word and the turn's; piece 2 is after that.
         after = [*self._pieces(USER, turn)[2:], *self._pieces(USER, turn, reply)[2:3]]
         found = self.texts.special_ids("".join(after))
         between = []
@@ -690,10 +693,11 @@ def render(tokenizer, messages: list[dict], tools=None, trusted=None) -> list[in
 
 
 def visible_text(tokenizer, ids: Sequence[int], mask: Sequence[int] | None = None) -> str:
-    """Decodes ids as rewards read them: without special tokens, except those that are answers.
+    """Decodes ids as rewards read them, with special tokens such as <answer> that were sampled.
 
-    What the policy sampled loses only its frame. A special token such as <answer> stays.
-    mask: 1 where the policy sampled, by default everywhere."""
+    Sampled tokens lose those of the template's frame, and given tokens all special tokens.
+    mask: 1 where the policy sampled, by default everywhere. Without a chat template it has no
+    effect: all special tokens are left out."""
     if not tokenizer.chat_template:
         return tokenizer.decode(ids, skip_special_tokens=True)
     template = chat_template(tokenizer)

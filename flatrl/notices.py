@@ -128,9 +128,8 @@ def why_nothing(outputs: list[AgentLoopOutput]) -> str:
     if n_cut_off:
         limits = "--max_response_tokens, --max_assistant_turns"
         reasons.append(f"{n_cut_off / n:.0%} were cut off by a limit ({limits})")
-    rewards = set(map(total_reward, outputs))
-    alike = f"all rewards are {min(rewards):g}"
-    reasons.append(alike if len(rewards) == 1 else "all groups have equal rewards")
+    rewards = {f"all rewards are {total_reward(output):g}" for output in outputs}
+    reasons += rewards if len(rewards) == 1 else ["all groups have equal rewards"]
     return f"{', '.join(reasons)} (docs/running.md#when-something-is-off)"
 
 

@@ -21,7 +21,8 @@ from flatrl.bad_input import need
 def join_routes(before: np.ndarray | None, routes: np.ndarray | None) -> np.ndarray | None:
     """Returns a trajectory's routes, after a call that returned those of all its tokens.
 
-    A token keeps the routes with which it was first seen."""
+    A token keeps the routes with which it was first seen. before: None before the first call.
+    routes: None if the engine returned none."""
     if before is None or routes is None:
         return before if routes is None else routes
     return np.concatenate([before, routes[len(before) :]])

@@ -206,12 +206,13 @@ class CallFormat:
         self.id_start = None  # what precedes the id of a call, if the template writes ids
         read = self._choose(forms or [({}, None)])
         self.lost = [probe for probe in self.turns if probe not in read]
-        # By these two, malformed calls are found: `opening_of`, and the last tag of a call if the
-        # parser reads calls without it.
-        tag = getattr(self.parser, "tool_call_start_token", None)
-        self.opening = lambda names: re.compile(re.escape(tag) if tag else "(?!)")
+        # A call that the parser does not read is malformed if it has the opening of a call. One
+        # that it does read is, if it lacks the closing tag, and the parser would complete it.
         if read:
             self.opening = self.opening_of(self.turns)
+        else:
+            tag = getattr(self.parser, "tool_call_start_token", None)
+            self.opening = lambda names: re.compile(re.escape(tag) if tag else "(?!)")
         self.closing = None
         # Some templates write the text beside a call behind it.
         ends = [turn[::-1] for probe, turn in self.turns.items() if probe != BESIDE]
