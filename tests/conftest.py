@@ -323,20 +323,9 @@ def wait_for(condition) -> None:
         time.sleep(0.02)
 
 
-def time_passes(seconds: float = HANGS) -> None:
-    """Moves the clock of the running event loop forward, so that deadlines expire.
-
-    A deadline of HANGS seconds then passes where a test wants it to, on any machine."""
+async def too_late(*_, **__) -> None:
+    """Hangs until its deadline, at most HANGS seconds, which passes at once, on any machine."""
     loop = asyncio.get_running_loop()
     clock = loop.time  # that of processes.Background stands still while the loop is blocked
-    loop.time = lambda: clock() + seconds
-
-
-async def too_late(*_, **__) -> None:
-    """Hangs until its deadline, at most HANGS seconds, which passes at once."""
-    time_passes()
-    await for_ever()
-
-
-async def for_ever() -> None:
-    await asyncio.get_running_loop().create_future()
+    loop.time = lambda: clock() + HANGS
+    await loop.create_future()

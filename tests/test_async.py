@@ -349,18 +349,6 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     assert metrics["rollout/dropped"] == 0  # down to 0 and up to 5 are kept
 
 
-@pytest.mark.parametrize("flags, correction", [
-    ({"rollout_correction": "icepop:0.3:8"}, ("icepop", 0.3, 8.0)),
-    # Under staleness, a single update of PPO clips the ratio to the engine; others have weights.
-    ({"max_staleness": 1}, ("bypass", 0.0, 1.0)),
-    ({"max_staleness": 1, "epochs": 2}, ("icepop", 0.0, 5.0)),
-])  # fmt: skip
-def test_rollout_corrections_and_their_bounds(flags, correction):
-    args = Args(**flags)
-    assert args.correction == correction
-    assert args.clip_c == (3.0 if correction[0] == "bypass" else 0.0)
-
-
 def test_two_ranks_killed_resumed_and_interrupted(tmp_path):
     """By torchrun, whose Ctrl-C ends all ranks, with the last step saved."""
     out, diary = tmp_path / "run", tmp_path / "diary"
@@ -405,7 +393,7 @@ def test_a_run_on_a_team_gives_the_numbers_of_a_run_alone(train_here, tiny_model
     team, alone = tmp_path / "team", tmp_path / "alone"
     flags = [*TINY, "--algo", "ppo", "--max_staleness", "1", "--eval_every", "2"]
     flags += ["--model", tiny_model, "--output_dir"]
-    run(*flags, team, "--num_steps", "3", "--tp", "2", "--shard", by="torchrun")
+    run(*flags, team, "--num_steps", "2", "--tp", "2", "--shard", by="torchrun")
     train_here(*flags, alone, "--num_steps", "1")
     rows, others = metrics_of(team, timings=True), metrics_of(alone)
     assert rows[0]["eval/reward"] == pytest.approx(others[0]["eval/reward"], rel=1e-3)

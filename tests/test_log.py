@@ -1,4 +1,4 @@
-"""The log: the files of a run, its table, and how a resumed run starts."""
+"""The log: the rollouts that it writes, and the metrics of an evaluation."""
 
 import itertools
 import statistics
@@ -13,16 +13,12 @@ from flatrl.metrics import describe_eval
 from train import Args
 
 
-@pytest.fixture
-def args(tmp_path):
-    return Args(output_dir=str(tmp_path / "run"), num_steps=30)
-
-
 def an_output(**changes) -> AgentLoopOutput:
     return output_of([1, 0], ids=[7, 8], version=4, logprob=-0.5, **changes)
 
 
-def test_rollouts_are_a_line_each(args, tmp_path):
+def test_rollouts_are_a_line_each(tmp_path):
+    args = Args(output_dir=str(tmp_path / "run"))
     log = Log(args, None, 0)
     place = {"prompt": 5, "sample": 1, "segment": 0, "index": "row-9"}
     outputs = [

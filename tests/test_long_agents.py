@@ -3,16 +3,7 @@
 import itertools
 
 import pytest
-from test_agent_loop import (
-    ANSWER,
-    ASKED,
-    END,
-    SUM,
-    assert_output,
-    rollout,
-    tool_turn,
-    user_turn,
-)
+from test_agent_loop import ANSWER, ASKED, END, SUM, assert_output, rollout, tool_turn, user_turn
 
 from agent_loop import CompactingLoop
 
@@ -24,24 +15,15 @@ CALLS = [SUM + END, tool_turn("2")]  # 16 tokens
 ASKED_NOTES = [SUM + END, tool_turn("2\n\nNotes?")]
 
 
-def after(notes: str, tools: str = TOOLS) -> str:
+def after(notes: str) -> str:
     """The prompt of a sequence that begins with notes."""
-    return tools + ASKED + notes + END + user_turn("Go.")
-
-
-def assert_outputs(outputs, engine, parts: list[list[str]]) -> None:
-    """The outputs are exactly these texts: each one's prompt, then sampled, given, sampled, ..."""
-    numbers = itertools.count(1)
-    for output, (prompt, *texts) in zip(outputs, parts, strict=True):
-        assert engine.tokenizer.decode(output.prompt_ids) == prompt
-        texts[::2] = [(next(numbers), text) for text in texts[::2]]
-        assert_output(output, engine, *texts)
-    assert next(numbers) == len(engine.prompts) + 1
+    return OPENING + notes + END + user_turn("Go.")
 
 
 FIRST = [OPENING, *ASKED_NOTES, NOTES + END]
 
-# name -> lines of the engine, settings, prompt and parts of each output, stop reason, compactions
+# name -> lines of the engine, settings, the texts of each output (its prompt, then sampled, given,
+# sampled, ...), stop reason, compactions
 COMPACTIONS = {
     "twice": (
         [SUM, NOTES, SUM, "Two.", ANSWER], {},
@@ -57,16 +39,17 @@ COMPACTIONS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def short_words(monkeypatch):
+@pytest.mark.parametrize("lines, how, parts, reason, n", COMPACTIONS.values(), ids=COMPACTIONS)
+def test_compaction(tokenizer, monkeypatch, lines, how, parts, reason, n):
     monkeypatch.setattr(CompactingLoop, "SUMMARISE", "Notes?")
     monkeypatch.setattr(CompactingLoop, "CONTINUE", "Go.")
-
-
-@pytest.mark.parametrize("lines, how, parts, reason, n", COMPACTIONS.values(), ids=COMPACTIONS)
-def test_compaction(tokenizer, short_words, lines, how, parts, reason, n):
     outputs, engine = rollout(tokenizer, *lines, **{"agent": "compacting", "compact_at": 24} | how)
-    assert_outputs(outputs, engine, parts)
+    numbers = itertools.count(1)
+    for output, (prompt, *texts) in zip(outputs, parts, strict=True):
+        assert engine.tokenizer.decode(output.prompt_ids) == prompt
+        texts[::2] = [(next(numbers), text) for text in texts[::2]]
+        assert_output(output, engine, *texts)
+    assert next(numbers) == len(engine.prompts) + 1
     last = outputs[-1]
     assert last.stop_reason == reason
     assert (last.metrics["compactions"], last.metrics.get("forks", 0)) == (n, n)

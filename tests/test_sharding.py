@@ -32,18 +32,16 @@ def on_ranks(parts: str, folder: Path, *models: str, hosts: int = 1) -> dict:
     return torch.load(folder / "found", weights_only=False)
 
 
-def plain_run(folder: Path, model: str, rank: int):
-    """The plain counterpart of the worker's sharded run, of another batch, saved."""
-    args = flags_of(model, shard=False, lora_rank=rank)
-    run = run_of(Accelerator(cpu=True), folder / f"plain_{rank}", args, 6)
-    checkpoints.save_checkpoint(run)
-    return run
-
-
 @pytest.fixture(scope="module")
 def plain(tiny_model, tmp_path_factory, process_group) -> dict:
+    """The plain counterparts of the worker's sharded runs, of another batch, saved."""
     folder = tmp_path_factory.mktemp("sharding")
-    return {rank: plain_run(folder, tiny_model, rank) for rank in (0, 4)} | {"folder": folder}
+    runs = {"folder": folder}
+    for rank in (0, 4):
+        args = flags_of(tiny_model, shard=False, lora_rank=rank)
+        runs[rank] = run_of(Accelerator(cpu=True), folder / f"plain_{rank}", args, 6)
+        checkpoints.save_checkpoint(runs[rank])
+    return runs
 
 
 @pytest.fixture(scope="module")
