@@ -679,8 +679,7 @@ class MicroBatch:
     def select(self, positions: list[int], is_filler: bool = False) -> "MicroBatch":
         """Returns a micro-batch of the rows at some positions of this one.
 
-        Rows i < j have min(shared[i + 1], ..., shared[j]) tokens in common: that is what each
-        selected row shares with the one before it."""
+        Rows i < j have min(shared[i + 1], ..., shared[j]) tokens in common."""
         positions = sorted(positions)
         shared = [0]
         for before, position in itertools.pairwise(positions):

@@ -222,9 +222,9 @@ class Engine:
         --engine_args, no memory is freed; all else is the same."""
         self._require("awake")
         with self.changed:
-            n = len(self.requests)
+            n = len(self.pending)
         if n and not keep:
-            raise RuntimeError(f"{n} requests are unfinished: end the rollout first")
+            raise RuntimeError(f"{n} rollouts are unfinished: end them first")
         if keep:
             self.mark_versions()
         else:  # no rollout is running
@@ -314,15 +314,10 @@ class Engine:
     # -- main thread
 
     @property
-    def requests(self) -> list[_Request]:
-        """All unfinished requests that somebody awaits. Hold `changed` when you call it."""
-        requests = (*self.inbox, *self.running.values())
-        return [request for request in requests if not request.is_given_up]
-
-    @property
     def pending(self) -> set[str]:
-        """The names of the rollouts that wait for tokens."""
-        return {request.rollout_name for request in self.requests}
+        """The names of the rollouts that wait for tokens. Hold `changed` when you call it."""
+        requests = (*self.inbox, *self.running.values())
+        return {request.rollout_name for request in requests if not request.is_given_up}
 
     def _has_work(self):
         """Returns whether a model step can start now."""

@@ -176,7 +176,7 @@ class Run:
 
     def nothing_is_left(self) -> None:
         engine = self.engine
-        assert not (engine.requests or engine.active or engine.calls)
+        assert not (engine.pending or engine.active or engine.calls)
         assert not engine.core.has_unfinished_requests()
         assert sorted(self.task.created) == sorted(self.task.released)
 

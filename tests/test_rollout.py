@@ -376,4 +376,4 @@ def test_after_a_stop_or_error_in_an_evaluation_the_engine_sleeps(
     with pytest.raises(error):
         train.evaluate(run)
     assert engine.state == "asleep" and moves == ["cpu", "cpu"]
-    assert not engine.requests and not engine.core.has_unfinished_requests()
+    assert not engine.pending and not engine.core.has_unfinished_requests()
