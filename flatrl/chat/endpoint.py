@@ -103,8 +103,9 @@ class ChatEndpoint:
         _bypass_proxies()
         # This import takes seconds, in which the event loop must go on.
         await in_thread(importlib.import_module, "vllm.entrypoints.openai.responses.utils")
+        quiet = {"log_config": None, "log_level": "error"}  # its own needs an open stdout
         config = uvicorn.Config(
-            self.app, port=0, log_level="error", lifespan="off", backlog=4096, timeout_keep_alive=60
+            self.app, port=0, lifespan="off", backlog=4096, timeout_keep_alive=60, **quiet
         )
         self.server = uvicorn.Server(config)
         self.serving = asyncio.ensure_future(self.server.serve())
