@@ -212,7 +212,7 @@ def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], l
             if line.get("images"):
                 raise ValueError("it has images, whose pixels are not in the file")
             if "kind" in line:
-                errors.append(line)
+                errors.append({name: line[name] for name in ("prompt", "sample", "kind", "error")})
                 continue
             output = AgentLoopOutput(**{name: line[name] for name in names & line.keys()})
             _check_replayed(output, vocab_size)

@@ -27,8 +27,10 @@ TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release
 # Arguments that AgentLoopBase.run(**row) gets besides a row's columns.
 RESERVED_COLUMNS = {"self", "sampling_params", "step", "rollout_n", "validate"}
 OBJECTS = {"extra_info", "tools_kwargs", "interaction_kwargs"}
-# How the JSON text of a message begins, or of a list of messages.
-MESSAGES = re.compile(r"""\s*(\[\s*)?\{\s*["'](role|content)["']\s*:""")
+# JSON text of a message or of several, also if it was written as JSON twice, or as Python.
+MESSAGES = re.compile(
+    r"""(?s)[\s"]*(\[\s*)?\{.*["'](role|from)\\*["']\s*:\s*\\*["'](system|user|human|assistant)\b"""
+)
 
 
 def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "images") -> dict:
@@ -104,8 +106,8 @@ def _read_messages(value, name):
     """Returns what the JSON text of a chat or of a message holds, and any other value as it is."""
     if not isinstance(value, str) or not MESSAGES.match(value):
         return value
-    with refusing(f"{name}: {value!r:.40} begins like chat messages, but is not JSON"):
-        return json.loads(value)
+    with refusing(f"{name}: {value!r:.40} looks like chat messages, but is not JSON"):
+        return _read_messages(json.loads(value), name)
 
 
 def tool_schemas(row: dict, task) -> list[dict]:
@@ -183,6 +185,8 @@ def _chat(value, role, name, column):
     messages = _tidied(messages)
     with refusing(f"{name}: {column!r}, a tool call"):
         for message in messages:
+            if "reasoning" in message:  # vLLM's new name
+                message.setdefault("reasoning_content", message.pop("reasoning"))
             if message.get("tool_calls") == []:  # some templates take it for a call
                 del message["tool_calls"]
             for call in message.get("tool_calls", ()):

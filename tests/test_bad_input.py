@@ -42,7 +42,8 @@ BAD = {"name": "f", "arguments": "{"}
 ROWS = [
     ([], "load('train') has no rows"),
     ([{"prompt": CHAT}, {"x": "hello"}], "row 1 of load('train') has no column 'prompt'"),
-    ([{"prompt": "[{'role': 'user', 'content': 'hi'}]"}], "begins like chat messages, but is not"),
+    ([{"prompt": "[{'role': 'user', 'content': 'hi'}]"}], "looks like chat messages, but is not"),
+    ([{"prompt": '{"messages": [{"role": "user"}]}'}], "must be a text or a list of chat messages"),
     ([{"prompt": CHAT, "tools_kwargs": {"nobody": {}}}], "nobody"),
     ([{"prompt": CHAT, "tools": [{}]}], "'tools' is not read"),
     ([{"prompt": CHAT, "demonstration": CHAT}], "row 0 of"),

@@ -49,9 +49,11 @@ CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
 
 @pytest.mark.parametrize("column, given, read", [
     ("prompt", json.dumps(CHAT), CHAT),
+    ("prompt", json.dumps(json.dumps([{"name": "x"} | HELLO[0]])), [{"name": "x"} | HELLO[0]]),
     ("prompt", list(map(json.dumps, CHAT)), CHAT),
     ("prompt", '[{"a": 1}]: what is it?', [{"role": "user", "content": '[{"a": 1}]: what is it?'}]),
-    ("demonstration", json.dumps([BRIEF | {"role": "assistant"}]), [BRIEF | {"role": "assistant"}]),
+    ("demonstration", json.dumps([CALLING | {"content": "Hi.", "reasoning": "Hm"}]),
+     [CALLING | {"content": "Hi.", "reasoning_content": "Hm"}]),
     ("prompt", [CALLING | {"tool_calls": [BARE]}], [CALLING | {"tool_calls": [CALL]}]),
     ("tools_kwargs", '{"add": {}, "mul": null}', {"add": {}}),
     ("extra_info", '{"interaction_kwargs": "{}"}', {"interaction_kwargs": {}}),

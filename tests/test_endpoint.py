@@ -249,8 +249,8 @@ async def calculate(expression: str) -> str:
 def test_the_clients_own_agent_is_one_output(play_anthropic, tokenizer, stream):
     lines = ("<think>Hm</think>é " + PARALLEL, ANSWER)
     # Claude Code's line, which differs from request to request, and a mark that moves.
-    changing = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
-    joined = changing["text"] + "\nBe brief."  # as proxies send it
+    changing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1;"}
+    joined = changing["text"] + ("\n" if stream else "") + "Be brief."  # as proxies send it
     brief = {"type": "text", "text": joined, "cache_control": {"type": "ephemeral"}}
 
     async def agent(client, prompt):

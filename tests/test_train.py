@@ -437,9 +437,11 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
     assert read.text == "two\u2028lines" and read.response_ids == [3]
     with pytest.raises(BadInput, match="its tokens are another model's"):
         train.read_rollouts(file, 3)
-    file.write_text(line + "\n" + json.dumps(good | {"reward": None}))
-    with pytest.raises(BadInput, match="000001.jsonl, line 2, is not .*it lacks its reward"):
-        train.read_rollouts(file, 4)
+    failed = {"kind": "failed_reward", "prompt": 0}
+    for edited, said in (good | {"reward": None}, "it lacks its reward"), (failed, "'sample'"):
+        file.write_text(line + "\n" + json.dumps(edited))
+        with pytest.raises(BadInput, match=f"000001.jsonl, line 2, is not .*{said}"):
+            train.read_rollouts(file, 4)
 
 
 def test_help_and_a_wrong_flag_do_not_wait_for_slow_imports():

@@ -22,9 +22,9 @@ from agent_loop import function_call
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
-# The head of a line in Claude Code's system prompt. It differs from request to request, so each
-# request would begin a token sequence of its own.
-CHANGING_LINE = "x-anthropic-billing-header"
+# Claude Code's line in the system prompt, which some proxies join with the text that follows. It
+# differs from request to request, so each request would begin a token sequence of its own.
+CHANGING_LINE = r"(?im)^[ \t]*x-anthropic-billing-header:([ \t]*[\w-]+=[^;\s]*;?)*\s*"
 
 
 def chat_of(body: dict) -> dict:
@@ -49,7 +49,7 @@ def chat_of(body: dict) -> dict:
 def _messages(body):
     """Returns the system prompt and the messages of a request as chat messages."""
     texts = [part["text"] for part in _content(body.get("system"))]
-    texts = [re.sub(rf"(?m)^{CHANGING_LINE}.*\n?", "", text) for text in texts]
+    texts = [re.sub(CHANGING_LINE, "", text) for text in texts]
     system = "".join(texts)
     messages = [{"role": "system", "content": system}] if system else []
     for message in body["messages"]:
