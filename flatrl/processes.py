@@ -134,8 +134,10 @@ def run_as_script(main: Callable, parse: Callable):
     0: main came to its end; 2: BadInput; 130: Stopped; 1: any other error. It does not wait for
     threads and processes that user code has left behind, as Python would."""
     status = 1
+    args = None
     try:
-        main(parse())
+        args = parse()
+        main(args)
         status = 0
     except Stopped:
         status = 130
@@ -143,7 +145,9 @@ def run_as_script(main: Callable, parse: Callable):
         status = 2
         if count(str(error)) == 1:  # all ranks usually have the same error
             print(f"train.py: error: {error}", file=sys.stderr)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # user code may call sys.exit(0)
+        if args is None:  # --help
+            raise
         traceback.print_exc()
         if isinstance(error, torch.OutOfMemoryError):
             print(OUT_OF_MEMORY, file=sys.stderr)
