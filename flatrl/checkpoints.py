@@ -12,11 +12,9 @@ import pickle
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
@@ -95,17 +93,16 @@ def check_changes(args, training_rows: str, state: dict) -> list[str]:
 # ---------------------------------------------------------------- checkpoints
 
 
-def training_state(run, saved: Sequence[str] = ()) -> dict:
+def training_state(run) -> dict:
     """Returns the state dicts of networks that learn or move (--ref_update), and of optimisers.
 
-    An optimiser without a step (--critic_warmup) has no state. It is left out, unless its name is
-    in `saved`: the parts of a checkpoint that is about to be loaded."""
+    An optimiser without a step (--critic_warmup) has no state, and is left out."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     state = {}
     for name, learner in run.learners.items():
         state[name] = {path: p for path, p in learner.net.named_parameters() if p.requires_grad}
-        if learner.n_updates or f"{name}_optimizer" in saved:
+        if learner.n_updates:
             state[f"{name}_optimizer"] = get_optimizer_state_dict(learner.net, learner.optimizers)
     if run.args.moves_reference:
         state["reference"] = dict(run.reference.named_parameters())
@@ -123,10 +120,9 @@ def save_checkpoint(run):
         return
     folder = run.folder / "checkpoints"
     temporary = folder / f".step_{run.done:06d}"
-    state = training_state(run)
     try:
-        save(state, checkpoint_id=temporary)
-        on_main(_complete, run, temporary, list(state))
+        save(training_state(run), checkpoint_id=temporary)
+        on_main(_complete, run, temporary)
     except CheckpointException as error:  # on all ranks, too
         raise BadInput(str(error)) from None
     finally:  # removes what has no name, also what a killed run was saving
@@ -135,17 +131,14 @@ def save_checkpoint(run):
     run.saved = run.done
 
 
-def _complete(run, temporary, parts):
-    """Writes everything but the tensors, and gives the checkpoint its name.
-
-    Then renames those beyond --keep_checkpoints, but not the best, so that they are removed."""
+def _complete(run, temporary):
+    """Writes everything but the tensors, names the checkpoint, and gives up the oldest."""
     next_prompt = run.pool.next_prompt(run.done) if run.pool else 0
     # A step that failed after its rollout is taken again, and with it its rewards.
     to_come = [[row, step] for row, step, *rewards in run.history[next_prompt:]]
     about = {
         "step": run.done,
         "kl_coef": run.kept["kl_coef"],
-        "parts": parts,
         "updates": {name: learner.n_updates for name, learner in run.learners.items()},
         "history": run.history[:next_prompt] + to_come,
         "next_prompt": next_prompt,
@@ -184,9 +177,9 @@ def resume(run, checkpoint: Path, state: dict, changed: list[str]):
     run.estimator_state = state["estimator"]
     if run.args.kl_target and "kl_coef" not in changed:
         run.kl.coef = state["kl_coef"]
-    load_checkpoint(run, checkpoint, state["parts"])
     for name, learner in run.learners.items():
-        learner.n_updates = state["updates"][name]
+        learner.n_updates = state["updates"].get(name, 0)
+    load_checkpoint(run, checkpoint)
     run.log.say(f"resuming after step {run.done}")
     run.log.write_about()
     run.evals = on_main(logged, run.folder, "eval/reward")
@@ -194,13 +187,13 @@ def resume(run, checkpoint: Path, state: dict, changed: list[str]):
         run.args.num_steps = run.done  # --stop_at_reward has stopped it here
 
 
-def load_checkpoint(run, folder: Path, parts: Sequence[str]):
-    """Loads a checkpoint in place. parts: those named in its step.json.
+def load_checkpoint(run, folder: Path):
+    """Loads networks and optimisers in place. Raises BadInput if they do not load.
 
-    Raises BadInput if it does not load."""
+    Each learner's n_updates is that of the checkpoint already."""
     from torch.distributed.checkpoint import CheckpointException, load, state_dict
 
-    state = training_state(run, parts)
+    state = training_state(run)
     try:
         load(state, checkpoint_id=folder)
     except CheckpointException as error:
@@ -210,7 +203,7 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
             "Move it elsewhere to resume from the one before"
         ) from None
     for name, learner in run.learners.items():
-        if f"{name}_optimizer" in parts:
+        if learner.n_updates:
             settings = [{**group} for group in learner.groups]  # by the present flags
             state_dict.set_optimizer_state_dict(
                 learner.net, learner.optimizers, state[f"{name}_optimizer"]
@@ -226,12 +219,15 @@ def save_policy(run, folder: Path):
     """Writes the policy in Hugging Face format, with its tokenizer or processor.
 
     With --lora_rank the adapter is merged into the weights, and is also in the folder `adapter`
-    in peft's format. All ranks call this, and gather a sharded policy into host memory."""
+    in peft's format. All ranks call this, and gather the parameters in --dtype, in the main
+    rank's host memory."""
     model = run.policy.net.model
+    dtype = run.policy.net.engine_dtype
+    buffers = dict(model.named_buffers())  # these keep their own dtype
     weights = {}
-    for name, tensor in whole_weights(model, torch.float32):  # all ranks take part in the gathering
+    for name, tensor in whole_weights(model, dtype):
         if dist.get_rank() == 0:
-            weights[name] = tensor.cpu()
+            weights[name] = tensor.cpu() if name in buffers else tensor.to("cpu", dtype)
     adapter = {
         f"base_model.model.{name.replace('.default', '')}": whole(parameter.detach())
         for name, parameter in model.named_parameters()
@@ -245,23 +241,22 @@ def model_card(run) -> str:
     """Returns the README.md of a trained policy: its base, task, command and last rewards."""
     args = run.args
     base = "" if os.path.isdir(args.model) else f"base_model: {args.model}\n"  # a name on the hub
-    rewards = ""
-    for title, name in ("training", "reward/mean"), ("evaluation", "eval/reward"):
-        values = logged(run.folder, name)
-        if values:
-            rewards += f"- {title}: {values[max(values)]:.3f} at step {max(values)}\n"
-    return f"""---
+    card = f"""---
 {base}library_name: transformers
 ---
 # {Path(args.model).name}, trained on {Path(args.task).stem}
 
-{run.done} steps of `--algo {args.algo}` by flatrl, from `{args.model}`:
+{run.done} steps of `--algo {args.algo}` by flatrl:
 
     {shlex.join(sys.argv)}
 
 Mean rewards:
 
-{rewards}"""
+"""
+    for title, name in ("training", "reward/mean"), ("evaluation", "eval/reward"):
+        for step, value in [*logged(run.folder, name).items()][-1:]:
+            card += f"- {title}: {value:.3f} at step {step}\n"
+    return card
 
 
 def _write_policy(folder, model, tokenizer, weights, adapter, card):
@@ -272,6 +267,8 @@ def _write_policy(folder, model, tokenizer, weights, adapter, card):
         # transformers loads some that it refuses to save: a temperature without do_sample.
         model.generation_config = type(generation)()
         model.save_pretrained(temporary, state_dict=weights)
+        model.config.dtype = next(iter(weights.values())).dtype  # not the network's
+        model.config.save_pretrained(temporary)
         generation.to_json_file(
             temporary / "generation_config.json", keys_to_pop=["compile_config"]
         )

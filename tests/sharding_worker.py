@@ -110,7 +110,7 @@ def find_checkpoints(accelerator, folder: Path, tied: str, untied: str) -> dict:
         checkpoints.save_checkpoint(run)
         saved = state_of(run)
         plain = folder / f"plain_{rank}/checkpoints/step_000001"
-        checkpoints.load_checkpoint(run, plain, ["policy", "policy_optimizer"])
+        checkpoints.load_checkpoint(run, plain)
         found[rank] = saved, state_of(run)
     return found
 
