@@ -81,8 +81,8 @@ def _as_float(values):
 
 
 def _moments(values, mask):
-    """Returns, over the mask-1 tokens and in float64: values - mean (0 at mask 0), the mean, the
-    sum of squares of values - mean, and the number of tokens."""
+    """Returns values - mean (0 at mask 0), the mean, the sum of squares of values - mean, and the
+    number of tokens: over the mask-1 tokens, in float64."""
     mask, values = _masked(mask, values.double())
     n_tokens = mask.sum()
     mean = values.sum() / n_tokens.clamp(min=1)
@@ -218,11 +218,7 @@ def _register(registry, inputs, name, function):
     parameters = signature(function).parameters.values()
     function.takes = [x.name for x in parameters if x.default is x.empty]
     for parameter in function.takes:
-        if parameter not in inputs:
-            raise ValueError(
-                f"{name!r} asks for an unknown input, {parameter!r}: "
-                f"choose from {', '.join(inputs)}"
-            )
+        _check_choice(f"input of {name!r}", parameter, inputs)
     registry[name] = function
     return function
 
@@ -476,20 +472,16 @@ def policy_loss(
         "clip_c": clip_c,
     }
     loss = function(**{name: inputs[name] for name in function.takes})
-    no_clipping = torch.zeros_like(mask)  # unless the objective has such stats
-    stats = {
-        "ratio": inputs["ratio"],
-        "ppo_kl": -log_ratio,
-        "clipfrac": no_clipping,
-        "clipfrac_lower": no_clipping,
-    }
+    stats = {"ratio": inputs["ratio"], "ppo_kl": -log_ratio}
+    for name in ("clipfrac", "clipfrac_lower"):  # unless the objective has such stats
+        stats[name] = torch.zeros_like(mask)
     if isinstance(loss, tuple):
         loss, own_stats = loss
         stats |= own_stats
     if loss.shape != mask.shape:
         raise ValueError(
-            f"the objective {kind!r} gives a loss of the shape {tuple(loss.shape)}: must be one "
-            f"for each token, (B, T) = {tuple(mask.shape)}"
+            f"the objective {kind!r} gives a loss of the shape {tuple(loss.shape)}: must be (B, T)"
+            f" = {tuple(mask.shape)}"
         )
     loss, stats = _zero_where_masked(tokens, loss, stats)
     return torch.where(demonstrated & ~tokens, -logprobs, loss), stats
@@ -832,7 +824,7 @@ def token_logprobs(
     columns at a time (`_blocks`), in forward and again in backward.
 
     Half-precision operands give float32 logits and results. As in a linear layer, hidden follows
-    autocast, and weight is cast to hidden's dtype. Either may be frozen.
+    autocast, and weight is cast to hidden's dtype.
 
     Ids >= vocab_size (a padded vocabulary) and `banned` ids (such as an image's placeholder)
     have probability 0, as in the engine. A target among them has logprob -inf. With softcap,
@@ -893,11 +885,9 @@ def _as_autocast(hidden):
 
 
 def _blocks(weight, vocab_size, banned, chunk):
-    """Cuts the vocabulary's columns, without the banned ones, into blocks: [(start, stop), ...].
-
-    A block has at most `chunk` columns, and at most max(vocab / 32, 256). At most four float32
-    blocks are alive at a time. Blocks of tokens would need a float32 (V, H) tensor to sum the
-    gradients of weight; a block of columns completes its rows in one product."""
+    """Cuts the vocabulary's columns, without the banned ones, into blocks: [(start, stop), ...]."""
+    # Blocks of tokens would need a float32 (V, H) tensor to sum the gradients of weight. A block
+    # of columns completes its rows in one product. Four float32 blocks are alive at a time.
     vocab = min(vocab_size or len(weight), len(weight))
     columns = min(chunk, max(vocab // 32, 256))
     blocks = []
@@ -934,11 +924,8 @@ def _block(hidden, weight, temperature, softcap, start, stop):
 
 def _compiled_on_gpu(function):
     """Compiles a function of a block for CUDA, where its steps become one kernel."""
-
-    @cache
-    def compiled():
-        # At the first call, because torch.compile imports torch._dynamo, which takes seconds.
-        return torch.compile(function, dynamic=True)
+    # At the first call, because torch.compile imports torch._dynamo, which takes seconds.
+    compiled = cache(partial(torch.compile, function, dynamic=True))
 
     @wraps(function)
     def call(block, *more):
@@ -956,16 +943,12 @@ def _lse_and_entropy(logits):
 
 
 @_compiled_on_gpu
-def _grad_of_logprobs(logits, lse, sum_of_g):
-    """Returns -sum_y g_y p, for `_TokenLogprobs.backward`. sum_of_g: (M, 1)."""
-    return (logits - lse[:, None]).exp_().mul_(-sum_of_g)
-
-
-@_compiled_on_gpu
-def _grad_of_both(logits, lse, sum_of_g, entropy, grad_entropy):
+def _grad_of_logits(logits, lse, sum_of_g, entropy, grad_entropy):
     """Returns -sum_y g_y p - g' p (log p + entropy), for `_TokenLogprobs.backward`."""
     logp = logits - lse[:, None]
     p = logp.exp()
+    if grad_entropy is None:
+        return p.mul_(-sum_of_g)
     grad = logp.add_(entropy[:, None]).mul_(grad_entropy[:, None])
     return grad.add_(sum_of_g).mul_(p).neg_()
 
@@ -977,13 +960,11 @@ def _in_block(targets, start, stop):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """`token_logprobs` with its own backward pass.
-
-    targets: (M, K). blocks: the (start, stop) of each block of vocabulary columns."""
+    """`token_logprobs` with its own backward pass, over the blocks of `_blocks`."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, softcap, blocks):
-        """Returns logprobs (M, K), and entropy (M,)."""
+        """Returns logprobs (M, K) of the targets (M, K), and entropy (M,)."""
         lses = []  # for each block, log sum exp z: (M,)
         entropies = []  # for each block, the entropy of its own softmax: (M,)
         target_logits = float("-inf")
@@ -1030,10 +1011,7 @@ class _TokenLogprobs(torch.autograd.Function):
             inside, column = _in_block(targets, start, stop)
             # z is softcap tanh(...) / temperature, so this is the tanh again.
             tanh = z * (temperature / softcap) if softcap else None
-            if grad_entropy is None:
-                dz = _grad_of_logprobs(z, lse, sum_of_g)
-            else:
-                dz = _grad_of_both(z, lse, sum_of_g, entropy, grad_entropy)
+            dz = _grad_of_logits(z, lse, sum_of_g, entropy, grad_entropy)
             del z
             dz.scatter_add_(1, column, torch.where(inside, g, 0))
             if temperature != 1:
