@@ -8,6 +8,7 @@ Routes are integers (tokens, layers, k): the k experts of each token. A layer wi
 row, too, which is not read. -1 leaves the choice to the router."""
 
 import base64
+import io
 import re
 
 import numpy as np
@@ -29,21 +30,20 @@ def join_routes(before: np.ndarray | None, routes: np.ndarray | None) -> np.ndar
 
 
 def encode_routes(routes: np.ndarray | None) -> dict:
-    """Returns the entry of an output's `extra`, which JSON can hold; none without routes."""
+    """Returns the entry of an output's `extra`, a text in numpy's format; none without routes."""
     if routes is None:
         return {}
-    kind = np.int8 if routes.max(initial=0) < 128 else np.int16
-    text = base64.b64encode(routes.astype(kind).tobytes()).decode()
-    return {"routes": {"dtype": kind.__name__, "shape": routes.shape, "base64": text}}
+    file = io.BytesIO()
+    np.save(file, routes)
+    return {"routes": base64.b64encode(file.getvalue()).decode()}
 
 
 def decode_routes(extra: dict) -> Tensor | None:
     """Returns the routes in an output's `extra`, None without."""
     if "routes" not in extra:
         return None
-    entry = extra["routes"]
-    numbers = np.frombuffer(base64.b64decode(entry["base64"]), entry["dtype"])
-    return torch.from_numpy(numbers.reshape(entry["shape"]).copy())
+    file = io.BytesIO(base64.b64decode(extra["routes"]))
+    return torch.from_numpy(np.load(file).astype(np.int16))
 
 
 def pack_routes(batch: dict, micro, is_packed: bool) -> Tensor:
@@ -52,10 +52,8 @@ def pack_routes(batch: dict, micro, is_packed: bool) -> Tensor:
     micro: a data.MicroBatch. A shared prefix has the routes of its first row that has any: where a
     row ends, the last token has none. Raises BadInput if a token before a sampled one has none."""
     given = batch.get("routes") or [None] * len(batch["lengths"])
-    no_routes = torch.empty(0, 1, 1, dtype=torch.int8)
-    for routes in given:
-        if routes is not None:
-            no_routes = routes[:0]
+    known = [routes for routes in given if routes is not None]
+    no_routes = known[0][:0] if known else torch.empty(0, 1, 1, dtype=torch.int16)
     parts = []  # from the last row to the first
     following = no_routes  # of the next row
     n_common = 0  # tokens that the next row shares with this one
@@ -123,7 +121,8 @@ class Routers:
     def choose(self, routes: Tensor):
         """Sets what the routers choose from now on, also when activations are recomputed."""
         for number, router in self.of_layer:
-            router.given = routes[:, number]
+            # Without any routes, as of demonstrations, there is one layer of -1.
+            router.given = routes[:, min(number, routes.shape[1] - 1)]
 
 
 def _replaying(router: nn.Module):
