@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from agent_loop import RESPONSE_LISTS, AgentLoopOutput, numeric_entries, total_reward
-from flatrl.bad_input import need, reason, refusing
+from flatrl.bad_input import check_ids, need, reason, refusing
 from flatrl.files import read_json_lines, to_json_lines, write_whole
 from flatrl.models import versions
 from flatrl.user_code import checked_number
@@ -28,11 +28,11 @@ class Listener:
     def __init__(self, log: "Log"):
         self.log = log
 
-    def start(self, rows: dict, rows_read: dict, policy, device):
+    def start(self, rows: dict, rows_read: dict, policy, device, task):
         """Called before the engine starts.
 
         rows: by split, "train" and "val"; rows_read: the same with overlong ones; policy: the
-        network; device: where it will be."""
+        network; device: where it will be; task: the module."""
 
     def metrics(self, row: dict, rollouts=None, batch=None):
         """Called after each step, and after the first evaluation.
@@ -199,10 +199,10 @@ def steps_to_replay(args) -> int:
 
 
 def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], list[dict]]:
-    """Returns the outputs and errors that Log.rollouts wrote, for --replay.
+    """Returns the outputs and errors that Log.rollouts wrote, for --replay, without hints.
 
-    Their hints are left out. Raises BadInput if a line is damaged (`_check_replayed`) or has
-    images, and if no output is left to learn from."""
+    Raises BadInput if a line is no output, another model's, without a reward or with images, and
+    if there is no output to learn from."""
     outputs = []
     errors = []
     names = {field.name for field in fields(AgentLoopOutput)} - {"images"}  # a number
@@ -215,28 +215,12 @@ def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], l
                 errors.append({name: line[name] for name in ("prompt", "sample", "kind", "error")})
                 continue
             output = AgentLoopOutput(**{name: line[name] for name in names & line.keys()})
-            _check_replayed(output, vocab_size)
+            check_ids(output.prompt_ids + output.response_ids, vocab_size)
+            if output.reward is None:
+                raise ValueError("it lacks its reward")
+            checked_number(total_reward(output), "its reward")
             output.extra.pop("told_prompt_ids", None)  # hints are not replayed
             outputs.append(output)
     has_some = any("filtered" not in output.extra for output in outputs)
     need(has_some, f"--replay: {file} has no output to learn from")
     return outputs, errors
-
-
-def _check_replayed(output, vocab_size):
-    """Raises an exception if the step could not use what a file, perhaps edited, says."""
-    ids = output.prompt_ids + output.response_ids
-    numbers = [output.num_turns]
-    numbers += [output.extra[name] for name in ("prompt", "sample", "segment")]
-    if not all(isinstance(n, int) for n in ids + numbers + output.response_versions):
-        raise ValueError("its ids, versions and numbers must be integers")
-    if not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError("its tokens are another model's")
-    if output.reward is None:
-        raise ValueError("it lacks its reward")
-    checked_number(total_reward(output), "its reward")
-    for logprob in output.response_logprobs:
-        checked_number(logprob, "a logprob")
-    for token, _ in output.turn_rewards:
-        range(max(1, len(output.response_ids)))[token]  # raises if there is no such token
-    numeric_entries(output.metrics)

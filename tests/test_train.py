@@ -435,7 +435,7 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
     file.write_text(line + "\n", encoding="utf-8")
     (read,), _ = train.read_rollouts(file, 4)
     assert read.text == "two\u2028lines" and read.response_ids == [3]
-    with pytest.raises(BadInput, match="its tokens are another model's"):
+    with pytest.raises(BadInput, match="the token id 3 is not in"):
         train.read_rollouts(file, 3)
     failed = {"kind": "failed_reward", "prompt": 0}
     for edited, said in (good | {"reward": None}, "it lacks its reward"), (failed, "'sample'"):
