@@ -151,31 +151,26 @@ def estimator(name: str) -> Callable:
     demonstrations included, whose mask is 0 everywhere:
         rewards        (N,) shaped and turn rewards times --reward_coef, minus a KL in the reward
         outcomes       (N,) terminal rewards as the task gave them
-        groups         (N,) labels: units with the same label are compared. Asking for groups
-                       requires a --group_size above 1.
+        groups         (N,) labels of units to compare; needs a --group_size above 1
         prompts        (N,) numbers of the prompts
         names          N strings, the units' names as the agent loops gave them
         lengths        (N,) mask-1 tokens of the unit, summed over its outputs
         truncated      (N,) bool, True if a length or turn limit cut the unit's last output off
-        baselines      (N,) reward of a greedy rollout of the same prompt, NaN where that failed.
-                       If you ask for baselines, each group gets such a rollout.
-        parts          {name: (N,)} the numbers in the task's reward dicts, except "score"; NaN
-                       where a unit has none of that name
+        baselines      (N,) reward of a greedy rollout of the same prompt, which each group then
+                       gets; NaN where that failed
+        parts          {name: (N,)} the numbers in the task's reward dicts, except "score", or NaN
         outputs        the AgentLoopOutputs, those of unit 0 first; by default one for each unit
         states         (turns,) see `gigpo_advantages`
         mask           (N, S) mask of the unit's outputs, laid end to end. A column with mask 0
-                       precedes each turn: 0 1 1 0 1 is two turns of 2 and 1 tokens
-                       (data.EndToEnd).
-        token_rewards  (N, S) the reward at each token, the terminal one at the last mask-1 token;
-                       in column 0 if the unit has no such token. 0 elsewhere.
+                       precedes each turn: 0 1 1 0 1 is two turns (data.EndToEnd).
+        token_rewards  (N, S) the reward at each token, the terminal one at the last mask-1 token,
+                       or in column 0 if the unit has none
         values         (N, S) predictions of a critic. If you ask for values, a critic is trained.
         entropy, logprobs_old, logprobs_rollout, logprobs_ref, versions
-                       (N, S) each, 0 where the mask is 0. versions: of the weights that sampled
-                       the token. If you ask for logprobs_old or entropy, the policy scores the
-                       batch before the update. logprobs_ref needs a reference (--ref_model,
-                       --kl_coef or --hints).
-        state          a dict, empty at first, that keeps what you put in it from step to step
-                       and in checkpoints, as a pickle
+                       (N, S) each. versions: of the weights that sampled the token. entropy and
+                       logprobs_old cost a pass of the policy before the update. logprobs_ref needs
+                       --ref_model, --kl_coef or --hints.
+        state          a dict that keeps what you put in it from step to step and in checkpoints
         step           the number of the step, from 0
         num_steps, args   the flag, and all flags
     Return advantages, (N, S), or (N,) if all tokens of a unit have the same. With `values`,
@@ -188,10 +183,9 @@ def estimator(name: str) -> Callable:
 def objective(name: str) -> Callable:
     """Registers a function that computes a policy loss, for `--policy_loss name`.
 
-    It sees one MICRO-BATCH: a sum or a quantile over it would change with
-    --tokens_per_micro_batch. Leave such numbers to an estimator, which returns them as
-    `batch_stats`. Name the inputs you want as parameters. Tensors are (B, T), and 0 where the
-    mask is 0:
+    It sees one MICRO-BATCH: leave a sum or a quantile to an estimator, which returns them as
+    `batch_stats`. Name the inputs you want as parameters. Tensors are (B, T), and 0 where the mask
+    is 0:
         logprobs, entropy             with gradient
         ratio                         exp(logprobs - logprobs_old), with gradient
         logprobs_old, advantages      constants
@@ -223,7 +217,7 @@ def _register(registry, inputs, name, function):
     return function
 
 
-# ---- Advantages: computed without gradient -------------------------------------------------
+# ---- Advantages: computed without gradient; a group of one, or of equal rewards, gets 0 -----
 
 
 @no_grad
@@ -309,8 +303,7 @@ def grpo_advantages(rewards: N, groups: N, normalize_std: bool = True, eps: floa
 
         A_i = (r_i - mean_G) / (std_G + eps)    std is unbiased
 
-    With normalize_std=False it is Dr. GRPO (arXiv 2503.20783), which does not divide. A group
-    with one member, and a group with equal rewards, get 0."""
+    With normalize_std=False it is Dr. GRPO (arXiv 2503.20783), which does not divide."""
     centered, size = _center(rewards, groups)
     if normalize_std:
         squares = group_sum(centered.square(), groups)
@@ -332,8 +325,8 @@ def gigpo_advantages(rewards: NS, mask: NS, states: Turns, turn_discount: float)
         R_k = sum_{j >= k} turn_discount^(j - k) r_j
         A   = `grpo_advantages` of R among the turns that met the same state
 
-    r_j is the reward of turn j of a unit. All tokens of a turn get its A. A turn gets 0 if no
-    other turn met its state. The paper adds the units' own advantages to the result.
+    r_j is the reward of turn j of a unit. All tokens of a turn get its A, or 0 if no other turn met
+    its state. The paper adds the units' own advantages to the result.
     states: an integer for each turn, those of unit 0 first; one for each state and group."""
     mask = mask.bool()
     starts = turn_starts(mask)  # (N, S)
@@ -358,9 +351,7 @@ def _gigpo(rewards, groups, token_rewards, mask, states, args):
 def rloo_advantages(rewards: N, groups: N) -> N:
     """Computes leave-one-out advantages for REINFORCE (arXiv 2402.14740).
 
-        A_i = r_i - mean of the OTHERS in G = (r_i - mean_G) n / (n - 1)
-
-    A group with one member gets 0."""
+        A_i = r_i - mean of the OTHERS in G = (r_i - mean_G) n / (n - 1)"""
     centered, size = _center(rewards, groups)
     return (centered * size / (size - 1).clamp(min=1)).type_as(_as_float(rewards))
 
@@ -373,7 +364,7 @@ def opo_advantages(rewards: N, groups: N, lengths: N) -> N:
         A_i = r_i - sum_G(len r) / sum_G(len)
 
     lengths: the mask-1 tokens of each unit. Weighting by them gives the baseline with the least
-    variance. A group with one member gets 0."""
+    variance."""
     centered, _ = _center(rewards, groups)  # first, so that equal rewards give no rounding error
     lengths = lengths.double()
     weighted = group_sum(lengths * centered, groups)
@@ -428,12 +419,11 @@ def policy_loss(
     clip_low, clip_high: bounds of the ratio; gmpo: of its logarithm; sapo: temperatures.
     demonstrated: the tokens of demonstrations, at mask 0. Their loss is -logprobs, unless the
         objective asks for `demonstrated`.
-    more: further inputs by their names, for an objective that asks for them.
+    more: further inputs, for an objective that asks for them.
 
     With logprobs_old = logprobs.detach() the ratio is exactly 1, and the gradient is that of
-    REINFORCE (gmpo: if the advantage is constant along a row). gspo and gmpo take the ratio of a
-    row, so each output of a unit has its own. To match the papers, aggregate gspo, gmpo and sapo
-    by "seq-mean-token-mean".
+    REINFORCE. gspo and gmpo take the ratio of a row, so each output of a unit has its own. To match
+    the papers, aggregate gspo, gmpo and sapo by "seq-mean-token-mean".
 
     stats:
         ratio            per token; with gspo and gmpo that of the row
@@ -609,8 +599,7 @@ def rollout_correction(
         rollout_clipped     1 where rho was cut to high
         rollout_dropped     1 where the weight was set to 0
         rollout_weight      the weight
-        rollout_weight_sq   its square: mean(weight)^2 / mean(weight_sq) is the effective sample
-                            size, as a share of all tokens
+        rollout_weight_sq   its square, for the effective sample size
 
     Raises ValueError unless low <= high."""
     _check_choice("rollout correction", kind, ROLLOUT_CORRECTIONS)
@@ -674,9 +663,7 @@ def value_loss(
 
 @no_grad
 def explained_variance(values: BT, returns: BT, mask: BT) -> Tensor:
-    """Returns 1 - var(R - V) / var(R) over the mask-1 tokens; 0 if the returns do not vary.
-
-    1 is a perfect critic, 0 one that is no better than a constant."""
+    """Returns 1 - var(R - V) / var(R) over the mask-1 tokens; 0 if the returns do not vary."""
     _, _, error_squares, _ = _moments(returns - values, mask)
     _, _, return_squares, _ = _moments(returns, mask)
     explained = 1 - error_squares / return_squares
@@ -695,10 +682,8 @@ def kl_estimate(logprobs: Tensor, logprobs_ref: Tensor, kind: str) -> Tensor:
         k2         d^2 / 2             biased value, right gradient (arXiv 2510.01555)
         k3         exp(-d) - 1 + d     unbiased, >= 0, low variance (arXiv 2402.03300, eq. 4)
         k1+, k3+                       the value of k1 or k3 with the gradient of k2
-                                       (straight-through estimator)
-    The result of k3 is at most 10. Beyond that its gradient is 0. Where d is infinite or NaN, the
-    gradient is 0, because no later mask could remove it. The value stays, so that a NaN at mask 1
-    is noticed."""
+    k3 is at most 10; beyond that its gradient is 0. Where d is infinite or NaN, the value is d, and
+    the gradient 0, because no later mask could remove it."""
     _check_choice("KL estimate", kind, KL_ESTIMATES)
     difference = logprobs - logprobs_ref.detach()
     finite = difference.isfinite()
@@ -721,8 +706,8 @@ def top_kl(logprobs: Tensor, logprobs_ref: Tensor) -> BT:
 
         sum_k p_k log(p_k / q_k) + p_rest log(p_rest / q_rest)    p_rest = 1 - sum_k p_k
 
-    It is >= 0, and at most the KL over all ids. Without the rest (verl's forward_kl_topk), it can
-    be negative. p_rest and q_rest are at least 1e-6, the exactness of a float32 sum."""
+    Without the rest (verl's forward_kl_topk), it can be negative. p_rest and q_rest are at least
+    1e-6, the exactness of a float32 sum."""
     p = logprobs_ref.detach().exp()
     p_rest = (1 - p.sum(-1)).clamp(min=1e-6)
     q_rest = (1 - logprobs.exp().sum(-1)).clamp(min=1e-6)
@@ -769,10 +754,9 @@ def aggregate(
 
     A sequence is a row or, with unit_tokens, a unit, whose rows together weigh as much as one.
 
-    n_tokens: mask-1 tokens in the whole mini-batch, that is in all its micro-batches on all
-    ranks. n_seqs: sequences there that have any. With these counts, the results for the
-    micro-batches ADD UP to the result for the mini-batch. By default they are those of this mask,
-    and max_len is its width.
+    n_tokens: mask-1 tokens in the whole mini-batch, on all ranks. n_seqs: sequences there that have
+    any. With these counts, the results for the micro-batches ADD UP to that for the mini-batch. By
+    default they are those of this mask, and max_len is its width.
     unit_tokens: the number of mask-1 tokens in the whole unit of each row."""
     _check_choice("aggregation", mode, AGGREGATIONS)
     # A mask of 0 gives 0 with a graph: under DDP, a rank without work runs its backward pass, too.
@@ -825,7 +809,6 @@ def token_logprobs(
 
     Half-precision operands give float32 logits and results. As in a linear layer, hidden follows
     autocast, and weight is cast to hidden's dtype.
-
     Ids >= vocab_size (a padded vocabulary) and `banned` ids (such as an image's placeholder)
     have probability 0, as in the engine. A target among them has logprob -inf. With softcap,
     logits become softcap * tanh(logits / softcap) before the temperature, as in Gemma 2.

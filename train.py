@@ -17,7 +17,6 @@ import contextlib
 import functools
 import importlib.util
 import math
-import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -178,8 +177,7 @@ def awake(run: "Run") -> Iterator[float]:
 def put_to_sleep(run: "Run", keep: bool = False):
     """Frees the device: the engine sleeps, if there is one, and what --offload moved comes back.
 
-    keep: unfinished requests stay, as they always do with --max_staleness; else they are errors.
-    """
+    keep: unfinished requests stay, as always with --max_staleness; else they are errors."""
     if run.engine and run.engine.state == "awake":
         run.engine.sleep(keep=keep or run.args.max_staleness > 0)
         offload(run, run.accelerator.device)
@@ -192,8 +190,7 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
     """Sets scores of the sampled tokens in the batch, as needed.
 
     They are logprobs_old, logprobs_ref, values and entropy, (B, T) each. With --kl_kind topK also
-    ref_top_ids, the K that the reference finds likeliest, and ref_top_logprobs, (B, T, K). A step
-    with a single update may need no old logprobs: see `update_policy`."""
+    ref_top_ids, the K that the reference finds likeliest, and ref_top_logprobs, (B, T, K)."""
     args = run.args
     run.clock.lap("batch")  # the time to make the batch
     if args.rollout_only:  # nothing is trained
@@ -333,10 +330,9 @@ def estimate_advantages(
 ) -> BT:
     """Returns the advantages by --adv_estimator, (B, T), whitened with --whiten_advantages.
 
-    The estimator (`losses.estimator`) sees each unit as one sequence: its outputs laid end to end
-    (data.EndToEnd). It returns a number for each unit, (N,), or token, (N, S). If it takes values,
-    batch["returns"] is set, too, and batch["batch_stats/NAME"], (B, T), from a dict that it
-    returns. Raises BadInput for other results, and for a state that can't be saved."""
+    The estimator (`losses.estimator`) sees each unit as one sequence (data.EndToEnd). If it takes
+    values, batch["returns"] is set, too, and batch["batch_stats/NAME"], (B, T), from a dict that it
+    returns. Raises BadInput for wrong results."""
     estimate = losses.ESTIMATORS[args.adv_estimator]
     layout = batch.layout
     mask = layout.mask
@@ -346,8 +342,6 @@ def estimate_advantages(
         inputs["baselines"] = greedy_baselines(rollouts, batch.units, args)
     results = estimate(**{name: inputs[name] for name in estimate.takes})
     flag = f"--adv_estimator {args.adv_estimator}"
-    pickled_state(state, flag)  # refuses one that no checkpoint could keep
-
     results = [*results] if isinstance(results, tuple | list) else [results]
     batch_stats = results.pop() if isinstance(results[-1], dict) else {}
     has_stats = batch_stats or "batch_stats" not in args.objective_takes
@@ -519,8 +513,7 @@ def optimise(
 
     objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores: what
     the network returns for b rows. columns: the batch's tensors of these `names`, for these rows.
-    loss_agg: a mode of losses.aggregate; demonstrated tokens add their mean. Losses are divided by
-    global counts, so the gradient does not depend on how the batch is split.
+    loss_agg: a mode of losses.aggregate; demonstrated tokens add their mean.
 
     Returns metrics (most names begin with the learner's), and the logprobs or values of this
     rank's rows, (B, T), 0 in the rows of others."""
@@ -602,11 +595,11 @@ def micro_batch_loss(
 def check_agreement(run: "Run", batch: data.Batch, version: int, difference: float):
     """Ends the run, by BadInput on all ranks, if engine and trainer differ too much.
 
-    version: of the weights before the update, which is the number of steps done. difference: the
-    mean absolute difference of logprobs. Only warns, once, with --allow_mismatch or
-    --sampling_args that change the engine's distribution."""
+    version: of the weights before the update. difference: the mean one of logprobs. Only warns,
+    once, with --allow_mismatch or --sampling_args that change the engine's distribution."""
     args = run.args
-    bound = 0.1 if args.quantized or args.dtype == "bfloat16" else 1e-3
+    is_quantized = '"quantization"' in args.engine_args
+    bound = 0.1 if is_quantized or args.dtype == "bfloat16" else 1e-3
     if not run.engine or run.mismatch_is_known or difference <= bound:
         return
     problem = disagreement(run.tokenizer, batch, version, difference, bound)
@@ -623,7 +616,8 @@ def evaluate(run: "Run") -> dict:
 
     Running training rollouts finish first, or are cancelled after the last step."""
     args = run.args
-    if not run.rows["val"]:  # as with --replay, which has no engine
+    rows = run.rows["val"]
+    if not rows:  # as with --replay, which has no engine
         return {}
     with awake(run):
         # Rollouts for training must not sample meanwhile.
@@ -632,16 +626,14 @@ def evaluate(run: "Run") -> dict:
         else:
             run.pool.finish_running()
         sampling = args.sampling(validate=True)
-        rows = run.rows["val"]
         rollouts = rollout(run, rows, run.done, args.eval_samples, sampling, kind="eval")
     run.log.rollouts(f"eval_{run.done:06d}", rollouts.outputs, rollouts.errors)
     units = data.by_unit(rollouts.outputs)
     metrics = describe_eval(rollouts.outputs, units, rows)
     run.evals[run.done] = metrics["eval/reward"]
-    return metrics | {
-        "eval/failed": sum(rollouts.lost.values()),
-        "timing/eval_s": rollouts.seconds,
-    }
+    metrics["eval/failed"] = sum(rollouts.lost.values())
+    metrics["timing/eval_s"] = rollouts.seconds
+    return metrics
 
 
 # ---------------------------------------------------------------- networks, sharded or whole
@@ -652,7 +644,7 @@ class Net(nn.Module):
 
     It stays in evaluation mode, because the trained network must be the one that sampled. If
     `is_packed`, rows are joined without padding and have packed attention; otherwise they are
-    right-padded and have the model's own. A vision tower's attention is not causal.
+    right-padded and have the model's own.
 
     A subclass's scores_from_hidden(hidden (M, H), packed) returns {name: (M,) or (M, K)} from the
     hidden states that predict M tokens (data.pack_rows); `trained_score` names one of them."""
@@ -663,7 +655,7 @@ class Net(nn.Module):
         super().__init__()
         self.routers = None  # Routers with --router_replay
         self.vision = vision
-        self.is_packed = is_packed  # without padding; otherwise rows are right-padded
+        self.is_packed = is_packed
         attention = "packed" if is_packed else None  # None: the model's own
         if is_packed and vision:
             attention = {"text_config": "packed", "vision_config": "sdpa"}
@@ -681,8 +673,6 @@ class Net(nn.Module):
     def forward(self, packed: dict) -> dict[str, Tensor]:
         """Returns the scores of the sampled tokens of R rows, by name: (R, T) each, 0 elsewhere.
 
-        A Critic gives values. A Policy gives logprobs and entropy; with --kl_kind topK also
-        top_logprobs of K ids, (R, T, K), and top_ids if it chose them.
         packed: `data.pack_rows` of these rows. Everything happens in here, because a call that
         bypasses DDP's wrapper would skip the averaging of gradients."""
         backbone = self.model.base_model
@@ -791,10 +781,8 @@ def make_optimizers(
 class Learner:
     """A network with its optimisers.
 
-    name: "actor" or "critic", the first part of its metrics' names. net: the network. wrapped:
-    net in DDP or FSDP; call this one when you need gradients. num_steps: the steps in which it
-    learns. task: see `make_optimizers`. The learning rates are functions of the step, with no
-    state to save."""
+    name: "actor" or "critic", the first part of its metrics' names. wrapped: the net in DDP or
+    FSDP; call this one when you need gradients. num_steps: the steps in which it learns."""
 
     def __init__(
         self,
@@ -812,7 +800,7 @@ class Learner:
         layers.set_master_dtype(net, args)
         self.optimizers = make_optimizers(net, lr, args, accelerator.device, task)
         self.rates = [group["lr"] for group in self.groups]  # before the schedule
-        self.lr_factor = models.lr_factor(args, num_steps)
+        self.lr_factor = functools.partial(models.lr_factor, args, num_steps)
         self.n_updates = 0
 
     @property
@@ -832,13 +820,12 @@ class Learner:
     def step(self, accelerator, max_norm: float, has_tokens: bool) -> float:
         """Takes an optimiser step with the current gradients, clipped to max_norm, and clears them.
 
-        Returns their norm. Raises RunFailed if that is not finite. Without any tokens the step
-        is skipped, because momentum would move the weights."""
+        Returns their norm. Raises RunFailed if that is not finite."""
         norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
         norm = models.whole(norm).item()
         if not math.isfinite(norm):
             raise RunFailed(f"the gradient norm is {norm}: the weights are saved without it")
-        if has_tokens:
+        if has_tokens:  # otherwise momentum would move the weights
             if not self.n_updates:
                 # The optimisers' states should not occupy blocks that held activations.
                 torch.cuda.empty_cache()
@@ -901,9 +888,12 @@ class Run:
         return self.done == max(self.evals, key=self.evals.get, default=None)
 
     def end_step(self):
-        """Counts a step. A checkpoint saved during the next one keeps what is known now."""
+        """Counts a step. A checkpoint saved during the next one keeps what is known now.
+
+        Raises BadInput if the estimator's state can't be saved."""
         self.done += 1
-        self.kept = {"kl_coef": self.kl.coef, "estimator": pickle.dumps(self.estimator_state)}
+        state = pickled_state(self.estimator_state, f"--adv_estimator {self.args.adv_estimator}")
+        self.kept = {"kl_coef": self.kl.coef, "estimator": state}
 
 
 def setup(args: Args) -> Run:
@@ -929,7 +919,7 @@ def setup(args: Args) -> Run:
     if accelerator.is_main_process:
         log = Log(args, tokenizer, state.get("step", 0), training_rows)
         log.listeners = listeners(log)
-        log.notify("start", rows, all_rows, policy, device)  # before minutes of the engine's start
+        log.notify("start", rows, all_rows, policy, device, task)  # the engine takes minutes
     engine = None
     if not args.replay:
         image_token_id = getattr(processor, "image_token_id", None)
@@ -960,12 +950,11 @@ def setup(args: Args) -> Run:
 
 
 def listeners(log: Log) -> list[Listener]:
-    """Returns those of LISTENERS that are in flatrl/. Raises BadInput if --tracker has none."""
-    can_track = importlib.util.find_spec("flatrl.trackers")
-    need(can_track or not log.args.tracker, "--tracker needs flatrl/trackers.py")
+    """Returns those of LISTENERS that are in flatrl/, and with --tracker the trackers' one."""
     found = []
     for module, name in LISTENERS.items():
-        if importlib.util.find_spec(f"flatrl.{module}"):
+        is_there = importlib.util.find_spec(f"flatrl.{module}")
+        if log.args.tracker if module == "trackers" else is_there:
             listener = getattr(importlib.import_module(f"flatrl.{module}"), name)
             found.append(listener(log))
     return found
@@ -1020,10 +1009,9 @@ def load_tokenizer_and_rows(args: Args, task: ModuleType, rows: dict) -> tuple:
 
 
 def build_reference(args: Args, policy: Policy) -> Callable | None:
-    """Returns the frozen network that the KL compares with, or None if no KL is asked for.
+    """Returns the network that the KL compares with, frozen unless --ref_update moves it, or None.
 
-    It is --ref_model or the starting model; with LoRA, the policy without its adapters. With
-    --ref_update 1 it is the policy itself, not frozen."""
+    It is --ref_model or the starting model; with LoRA, the policy without its adapters."""
     if not args.has_reference or args.rollout_only:
         return None
     if args.ref_update == 1:
@@ -1043,7 +1031,7 @@ def build_reference(args: Args, policy: Policy) -> Callable | None:
 def build_networks(args: Args, accelerator, policy: Policy, reference, task: ModuleType) -> tuple:
     """Returns the policy's Learner, the critic's or None, and the reference, on the device.
 
-    reference: as from `build_reference`. task: see `make_optimizers`. Resets the random seeds."""
+    reference: as from `build_reference`. Resets the random seeds."""
     set_seed(args.seed)  # an engine's start and a task may have drawn random numbers
     critic = None
     if args.has_critic:

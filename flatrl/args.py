@@ -141,8 +141,7 @@ class Args(LoopArgs):
     rollout_correction: str | None = flag(
         None, "importance weights from the engine's logprobs to the trainer's: KIND, KIND:HIGH or "
         f"KIND:LOW:HIGH with bounds of the ratio ({' | '.join(losses.ROLLOUT_CORRECTIONS)}); "
-        "bypass: no weights, but ppo clips its ratio to the engine's; default: none, with "
-        "--max_staleness bypass for one update of ppo, else icepop:0:5, which is decoupled PPO")
+        "default: none, with --max_staleness bypass for one update of ppo, else icepop:0:5")
 
     kl_coef: float = preset("weight of the KL to the reference; 0: off", group="reward and KL")
     ref_model: str | None = flag(
@@ -155,8 +154,7 @@ class Args(LoopArgs):
     kl_in: str = preset(
         "the KL is a term of the objective, or part of each token's reward", ("loss", "reward"))
     kl_kind: str = preset(
-        "estimate of the KL; k1 has no gradient and is for the reward; topK, as in top16: the "
-        "forward KL on the K ids that the reference finds likeliest",
+        "estimate of the KL; topK, as in top16: the forward KL on the reference's K likeliest ids",
         [*losses.KL_ESTIMATES, "topK"])
     kl_target: float = flag(
         0.0, "adapt kl_coef to hold this KL per token (0.1 is usual); 0: off")
@@ -164,9 +162,8 @@ class Args(LoopArgs):
         "last share of max_response_tokens, over which the reward falls linearly by up to 1 "
         "(DAPO: 0.2); 0: off", high=1)
     max_gen_batches: int = preset(
-        "dynamic sampling: groups with equal outcomes (if all are 0, with equal turn rewards) are "
-        "replaced by fresh prompts, until this many times prompts_per_step are drawn; 1: off",
-        low=1, high=100)
+        "dynamic sampling: groups with equal outcomes are replaced by fresh prompts, until this "
+        "many times prompts_per_step are drawn; 1: off", low=1, high=100)
 
     critic_warmup: int = flag(0, "first steps, in which only the critic learns", group="critic")
     critic_lr: float | None = flag(None, "default: 1e-5, for a task's own tiny model 1e-3")
@@ -181,16 +178,14 @@ class Args(LoopArgs):
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", low=1e-8)
     lora_rank: int = flag(0, "train LoRA adapters of this rank; 0: all weights")
     lora_args: str = flag(
-        "{}", 'more arguments of peft.LoraConfig, as JSON: {"lora_alpha": 16}; default: alpha 32 '
-        "and all linear layers")
+        "{}", 'more arguments of peft.LoraConfig, as JSON: {"lora_alpha": 16}')
     tokens_per_micro_batch: int | None = flag(
         None, "tokens in one pass of a rank, at least the longest rollout; default: 16384", low=1)
     gradient_checkpointing: bool = flag(
         False, "recompute activations: a third slower, much less memory")
     shard: Literal[False, True, "hybrid"] = flag(
         False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: "
-        "over those of a host; always on in bfloat16 on CUDA, even on one GPU, and by accelerate's "
-        "FSDP config")
+        "over those of a host; always on in bfloat16 on CUDA")
     offload: str = flag(
         "none", "to host memory while the engine is awake: the optimisers' states; all: critic "
         "and reference, too", ("none", "optimizer", "all"))
@@ -302,26 +297,18 @@ class Args(LoopArgs):
 
     @property
     def usual_correction(self) -> str:
-        """The default of --rollout_correction: a trust region for stale batches.
-
-        With a single update the ratio to logprobs_old is 1, which ppo can't clip: it clips the
-        ratio to the engine's policy instead."""
+        """The default of --rollout_correction: a trust region for stale batches."""
         if not self.max_staleness:
             return "none"
+        # With a single update the ratio to logprobs_old is 1, which ppo can't clip.
         if self.policy_loss == "ppo" and self.updates_per_step == 1:
             return "bypass"
         return "icepop:0:5"
 
     @property
     def usual_clip_c(self) -> float:
-        """The default of --clip_c: PPO's own clip leaves the ratio to the engine's policy unbounded
-        where A < 0, and it can be in the hundreds at a rare token."""
+        """The default of --clip_c: with bypass the ratio can be in the hundreds at a rare token."""
         return 3.0 if self.rollout_correction.startswith("bypass") else 0.0
-
-    @property
-    def quantized(self) -> bool:
-        """True if --engine_args asks vLLM to quantise the engine's weights."""
-        return '"quantization"' in self.engine_args
 
     @property
     def window(self) -> int:
@@ -504,9 +491,7 @@ def check_effects(args: Args):
 
 
 def complete_flags(args: Args, cuda: bool):
-    """Gives each flag that the user left open its value.
-
-    Left to train.check_input are args.task and, if the task builds the model, args.model."""
+    """Gives each flag that the user left open its value, but for args.model: see check_input."""
     vars(args).update(device_defaults(args, cuda))
     is_tiny = not args.model  # the task's own
     args.fill({

@@ -72,11 +72,9 @@ def packed_attention(
 
 
 def _attend(query, key, value, scaling, window, softcap, sinks):
-    """Computes the causal attention of one sequence, (1, H, n, D).
-
-    query (1, H, n, D): of its last n tokens; key, value (1, H_kv, m, D): of all m."""
-    n = query.shape[2]
-    m = key.shape[2]
+    """Computes the causal attention of one sequence, (1, H, n, D)."""
+    n = query.shape[2]  # (1, H, n, D): of its last n tokens
+    m = key.shape[2]  # (1, H_kv, m, D): of all m
     group_size = query.shape[1] // key.shape[1]
     sdpa = functools.partial(
         F.scaled_dot_product_attention,

@@ -1,5 +1,6 @@
 """The device of each process: its start, what it can do, sharding, what is moved off it."""
 
+import contextlib
 import datetime
 import os
 import sys
@@ -70,10 +71,9 @@ def device_defaults(args, cuda: bool) -> dict:
 def shard(net: nn.Module, args, device: torch.device) -> nn.Module:
     """Shards a network in place by FSDP2, over all ranks or over those of each host (hybrid).
 
-    Each decoder layer is a unit, whole only while it computes. The root has the rest:
-    embeddings, last norm and head, which `forward` uses directly. Parameters and the sums of
-    gradients are float32; for bfloat16, parameters are cast before they are gathered. Raises
-    BadInput if the model names no layers."""
+    Each decoder layer is a unit, whole only while it computes; the root has the rest. Parameters
+    and the sums of gradients are float32; for bfloat16, parameters are cast before they are
+    gathered. Raises BadInput if the model names no layers."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     names = {name for x in net.modules() for name in getattr(x, "_no_split_modules", None) or ()}
@@ -102,13 +102,10 @@ def wrap(net: nn.Module, args, accelerator, frozen: bool = False) -> nn.Module:
 
 
 def to_device(tensors, device: torch.device | str):
-    """Returns nested dicts and lists with all their tensors on the device.
-
-    To a GPU they are copied through pinned memory, without waiting: the CPU packs the next
-    micro-batch while the GPU computes."""
+    """Returns nested dicts and lists with all their tensors on the device."""
 
     def copied(tensor):
-        if "cuda" in str(device):
+        if "cuda" in str(device):  # the CPU packs the next micro-batch meanwhile
             tensor = tensor.pin_memory()
         return tensor.to(device, non_blocking=True)
 
@@ -118,8 +115,7 @@ def to_device(tensors, device: torch.device | str):
 def offload(run, device: torch.device | str):
     """Moves to a device what --offload names. The policy's weights never move.
 
-    These are the optimisers' states; with "all", also critic and reference. On the host they are
-    in pinned memory if there is CUDA."""
+    These are the optimisers' states; with "all", also critic and reference."""
     args = run.args
 
     def moved(tensor):
@@ -147,9 +143,8 @@ def offload(run, device: torch.device | str):
 def start_processes(args):
     """Starts this process as a rank of the launcher, or alone.
 
-    Returns its accelerator, and a store that all ranks share. Raises BadInput if the device
-    can't do what args ask for, if accelerate's config asks for more than FSDP, or if the ranks
-    don't find each other."""
+    Returns its accelerator, and a store that all ranks share. Raises BadInput if that is not what
+    args ask for, or can't be."""
     cpu_only = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     if not dist.is_initialized():
         if not cpu_only:
@@ -203,10 +198,7 @@ def join_group(backend: str):
 def n_cores() -> int:
     """Returns how many cores this process may use, by its affinity and its container's quota."""
     n_allowed = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except OSError:  # no control group of version 2
-        return n_allowed
-    if quota == "max":
-        return n_allowed
-    return max(1, min(n_allowed, int(quota) // int(period)))
+    with contextlib.suppress(OSError, ValueError):  # without cgroups of version 2, or a quota
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        return max(1, min(n_allowed, quota // period))
+    return n_allowed

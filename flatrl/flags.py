@@ -36,11 +36,9 @@ def parse_flags(
 ):
     """Returns an instance of the dataclass `cls`, filled from a command line.
 
-    argv: None takes this process's. hidden: fields without a flag. defaults: those to show in
-    --help where they depend on another flag. other_names: {name of a flag elsewhere: its name
-    here}, for a hint. texts: for argparse's parser. Raises BadInput for a flag that is unknown,
-    abbreviated or mistyped."""
-    # Not transformers' HfArgumentParser: importing it takes a third of the time to --help.
+    hidden: fields without a flag. defaults: those to show in --help where they depend on another
+    flag. other_names: {name of a flag elsewhere: its name here}, for a hint. texts: for argparse's
+    parser. Raises BadInput for a flag that is unknown, abbreviated or mistyped."""
     parser = Parser(allow_abbrev=False, **texts)
     group = parser
     names = []
@@ -68,9 +66,7 @@ def parse_flags(
 
 
 def _type_of(entry: Field) -> dict:
-    """Returns the arguments of argparse's add_argument that follow from a field's type.
-
-    The type is X, X | None, list[X], bool, or a Literal with True: `--flag` alone means True."""
+    """Returns what argparse's add_argument is told of a field's type."""
     kind = entry.type
     if isinstance(kind, UnionType):
         kind = get_args(kind)[0]
@@ -83,12 +79,11 @@ def _type_of(entry: Field) -> dict:
             "choices": get_args(kind),
             "metavar": "|".join(by_word),
             "nargs": "?",
-            "const": True,
+            "const": True,  # `--flag` alone
         }
     if get_origin(kind) is list:
         return {"type": get_args(kind)[0], "metavar": "TEXT", "nargs": "+"}
-    metavar = "TEXT" if kind is str else "NUMBER"
-    return {"type": kind, "metavar": metavar}
+    return {"type": kind, "metavar": "TEXT" if kind is str else "NUMBER"}
 
 
 def check_value(name: str, value, choices=(), low: float = 0, high: float = math.inf):

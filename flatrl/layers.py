@@ -15,8 +15,7 @@ from flatrl.processes import on_main
 
 LORA_ALPHA = 32  # adapters are scaled by this over their rank
 
-# A batch of three sequences to try a network on. Two have a common prefix; all tokens but the first
-# are sampled.
+# A batch to try a network on. Two sequences have a common prefix.
 PROBE = {
     "input_ids": torch.tensor(
         [
@@ -34,9 +33,8 @@ PROBE = {
 def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
     """Makes a network compute what vLLM's does: never in training mode, Cohere2's own windows.
 
-    gradient_checkpointing: each layer is recomputed in the backward pass. transformers does so in
-    training mode alone, which brings dropout and the noise of routers. Raises BadInput if the
-    model's code has no layers of transformers' kind."""
+    gradient_checkpointing: each layer is recomputed in the backward pass, which transformers does
+    in training mode alone. Raises BadInput if the model's code has no layers of its kind."""
     model.eval()
     for module in model.modules():
         if type(module).__name__ == "Cohere2Attention" and module.sliding_window:
@@ -93,11 +91,9 @@ def _find_attention(policy, probe, args) -> tuple[str, bool]:
 
 
 def set_master_dtype(net: nn.Module, args):
-    """Makes what is trained float32, in place. Of a sharded network, this rank's shard.
-
-    Frozen weights beside LoRA adapters take --dtype where FSDP2 would cast them to it anyway."""
+    """Makes what is trained float32, in place. Of a sharded network, this rank's shard."""
     frozen = torch.float32
-    if args.shard:
+    if args.shard:  # FSDP2 would cast frozen weights beside LoRA adapters anyway
         frozen = getattr(torch, args.dtype, torch.float32)
 
     def cast(tensor):
@@ -112,9 +108,8 @@ def set_master_dtype(net: nn.Module, args):
 def add_adapters(model: nn.Module, args):
     """Adds LoRA adapters of --lora_rank to all linear layers but the head (arXiv 2106.09685).
 
-    W becomes W + s B A, with B = 0 at first. Only A and B are trained. --lora_args are more
-    arguments of peft.LoraConfig. Raises BadInput if the head gets an adapter, or if experts get
-    none although no targets were given."""
+    W becomes W + s B A, with B = 0 at first. Only A and B are trained. Raises BadInput if the head
+    gets an adapter, or if experts get none although --lora_args names no targets."""
     torch.manual_seed(args.seed)
     settings = json.loads(args.lora_args)
     with refusing("--lora_rank, --lora_args (which need peft: pip install peft)"):

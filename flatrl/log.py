@@ -117,10 +117,10 @@ class Log:
 
     def rollouts(self, name: str, outputs: list[AgentLoopOutput], errors: list[dict], batch=None):
         """Writes rollouts/<name>.jsonl: a line for each output of the groups that --dump_rollouts
-        keeps, and one for each failure.
+        keeps, and one for each failure. Of images only the number is written.
 
         batch: that of the step; its outputs get their advantages: a number if all sampled tokens
-        have the same, else a list. Of images only the number is written."""
+        have the same, else a list."""
         advantages = {}  # by id: an output has no key of its own
         if batch:
             advantages = dict(zip(map(id, batch.outputs), batch["advantages"].tolist()))
@@ -165,9 +165,7 @@ class SilentLog:
 
 
 def _of_sampled(output: AgentLoopOutput, values: list[float] | None):
-    """Returns the values of an output's sampled tokens: one number if all are equal.
-
-    values: of all tokens, perhaps with padding after them. Without them the result is None."""
+    """Returns the values of an output's sampled tokens, one number if all are equal, or None."""
     if values is None:
         return None
     sampled = [round(x, 4) for x, bit in zip(values, output.response_mask) if bit]

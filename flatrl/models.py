@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -29,8 +29,7 @@ CHUNK = 4096  # columns of the vocabulary in a block of logits: fewer, larger st
 def task_model(task: ModuleType, args) -> str:
     """Returns the folder of the model that the task's build_model makes. It is cached.
 
-    The name of the folder has a hash of all that the model depends on. With --resume it is the
-    run's own model, because the task may have been edited since."""
+    With --resume it is the run's own model, because the task may have been edited since."""
     source = Path(inspect.getsourcefile(task.build_model))
     shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # tasks import it
     texts = [file.read_text() for file in (source, *shared)]
@@ -50,14 +49,11 @@ def task_model(task: ModuleType, args) -> str:
 
 
 def _build(task, args, folder: Path):
-    """Lets the task write its model to a folder, which appears when it is complete.
-
-    It is built by one thread, because more round differently, and `accelerate launch` and `python`
-    have different numbers of them."""
+    """Lets the task write its model to a folder, which appears when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     set_seed(args.seed)
     n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # more round differently, and not all launchers have as many
     with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
         temporary = Path(parent, "model")
         temporary.mkdir()
@@ -75,9 +71,7 @@ def versions() -> dict[str, str]:
 
 
 def from_pretrained(auto_class: str, args, problem: str, **settings):
-    """Loads args.model by an Auto class of transformers, given by its name.
-
-    Raises BadInput, with `problem`, if it can't be loaded."""
+    """Loads args.model by an Auto class of transformers. Raises BadInput with the problem."""
     import transformers  # here, because it takes a second, and --help does not need it
 
     with refusing(f"{args.model} {problem}"):
@@ -113,8 +107,6 @@ def load_config(args):
     """Loads the model's configuration.
 
     Raises BadInput if there is none, if the model is quantised, or if it needs --dtype bfloat16."""
-    is_path = args.model.startswith(("/", ".", "~")) or args.model.count("/") > 1
-    need(os.path.isdir(args.model) or not is_path, f"{args.model}: there is no such folder")
     problem = "is neither a model folder nor a model that can be loaded"
     config = from_pretrained("AutoConfig", args, problem)
     need(
@@ -136,8 +128,7 @@ def is_gdn(text_config) -> bool:
 
 
 def stop_token_ids(args, tokenizer) -> list[int]:
-    """Returns the ids that end a turn: the tokenizer's EOS, those of generation_config.json, and
-    those with which the chat template ends a turn.
+    """Returns the ids that end a turn, by tokenizer, generation_config.json and chat template.
 
     Raises BadInput if there is none, or one that the tokenizer lacks."""
     from transformers import GenerationConfig
@@ -186,20 +177,16 @@ def logit_settings(model: nn.Module, args) -> dict:
     }
 
 
-def lr_factor(args, num_steps: int) -> Callable[[int], float]:
-    """Returns a function of the step: the share of the learning rate, by --lr_schedule."""
-
-    def factor(step: int) -> float:
-        if step < args.warmup_steps:
-            return (step + 1) / args.warmup_steps
-        n_steps = max(1, num_steps - args.warmup_steps)
-        if args.lr_schedule == "linear":
-            return (num_steps - step) / n_steps
-        if args.lr_schedule == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * (step - args.warmup_steps) / n_steps))
-        return 1.0
-
-    return factor
+def lr_factor(args, num_steps: int, step: int) -> float:
+    """Returns the share of the learning rate at a step, by --lr_schedule."""
+    if step < args.warmup_steps:
+        return (step + 1) / args.warmup_steps
+    n_steps = max(1, num_steps - args.warmup_steps)
+    if args.lr_schedule == "linear":
+        return (num_steps - step) / n_steps
+    if args.lr_schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * (step - args.warmup_steps) / n_steps))
+    return 1.0
 
 
 def vocab_size(tokenizer) -> int:
@@ -243,9 +230,8 @@ def check_teacher(args, tokenizer):
 def load_processor(args, config):
     """Returns the processor of a vision-language model, or None for a text model.
 
-    Qwen3.5 has vision, but is trained as a text model: its layers take no packed sequences. The
-    settings are those in --engine_args, so that trainer and engine agree. Raises BadInput for
-    a vision model that has no packed forward pass here (see Vision)."""
+    Qwen3.5 has vision, but is trained as a text model: its layers take no packed sequences. Raises
+    BadInput for a vision model that has no packed forward pass here (see Vision)."""
     from transformers import AutoModel
 
     if getattr(config, "vision_config", None) is None or is_gdn(config.get_text_config()):
@@ -274,8 +260,8 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
     """Yields (name, tensor) for a model's parameters and saved buffers, tied ones once.
 
     All ranks iterate together, and each gets every whole tensor. A LoRA adapter is added to its
-    weight, in a new tensor. A shard without an adapter is gathered in `dtype` (bfloat16 halves what
-    is sent). Any other tensor keeps its own dtype, and may be the parameter itself."""
+    weight. A shard without an adapter is gathered in `dtype` (bfloat16 halves what is sent). Any
+    other tensor keeps its own dtype, and may be the parameter itself."""
     saved = model.state_dict()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in saved or ".lora_" in name:
@@ -294,9 +280,8 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
 def checkpoint_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields `whole_weights` by their names in a checkpoint, which lists experts one by one.
 
-    Embeddings that are tied to the head come as the head, too, because a few of vLLM's classes
-    have two tensors in any case. Use each tensor before asking for the next one, so that only one
-    is in memory."""
+    Embeddings that are tied to the head come as the head, too: a few of vLLM's classes have two
+    tensors in any case. Use each tensor before asking for the next one: only one is in memory."""
     from transformers.core_model_loading import revert_weight_conversion
 
     head = model.get_output_embeddings()

@@ -23,7 +23,7 @@ class Notices(Listener):
         super().__init__(log)
         self.is_learning = True  # whether the last step taught something; the first is expected to
 
-    def start(self, rows, rows_read, policy, device):
+    def start(self, rows, rows_read, policy, device, task):
         """Prints the rows, the model and the plan."""
         args = self.log.args
         counts = []
@@ -40,7 +40,8 @@ class Notices(Listener):
         packing = "" if policy.is_packed else ", right-padded: its layers take no packed sequences"
         self.log.say(f"{args.task}: {', '.join(counts)}")
         self.log.say(f"{args.model}: {size}, {args.dtype}, {devices}{packing}")
-        self.log.say(f"{plan(args, self.log.steps_done)}; writing {args.output_dir}")
+        lr = "the task's optimizer" if hasattr(task, "optimizer") else f"lr {args.lr:g}"
+        self.log.say(f"{plan(args, self.log.steps_done, lr)}; writing {args.output_dir}")
 
     def metrics(self, row, rollouts=None, batch=None):
         """Reports failures, and the first of several steps that taught nothing."""
@@ -79,7 +80,7 @@ class Notices(Listener):
             self.log.say(line)
 
 
-def plan(args, steps_done: int) -> str:
+def plan(args, steps_done: int, lr: str) -> str:
     """Describes what a run samples, and how it learns from that."""
     if not args.num_steps:
         temperature = args.sampling(True)["temperature"]
@@ -93,7 +94,7 @@ def plan(args, steps_done: int) -> str:
     steps = f"{args.num_steps} steps"
     if steps_done:
         steps = f"steps {steps_done + 1} to {args.num_steps}"
-    update = f"{args.updates_per_step} update(s), lr {args.lr:g}"
+    update = f"{args.updates_per_step} update(s), {lr}"
     if args.rollout_only:
         update = "no update"
     method = args.algo

@@ -1,8 +1,7 @@
 """Routing replay (R3, arXiv 2510.11370): experts are those that the engine chose.
 
-Rounding changes which experts a router of a mixture chooses, and then a token's logprob differs by
-far more than its rounding. With --router_replay the engine returns the choice of every token and
-layer, and the trainer weighs these experts by its own router.
+With --router_replay the engine returns the choice of every token and layer, and the trainer weighs
+these experts by its own router.
 
 Routes are integers (tokens, layers, k): the k experts of each token. A layer without experts has a
 row, too, which is not read. -1 leaves the choice to the router."""
@@ -20,10 +19,9 @@ from flatrl.bad_input import need
 
 
 def join_routes(before: np.ndarray | None, routes: np.ndarray | None) -> np.ndarray | None:
-    """Returns a trajectory's routes, after a call that returned those of all its tokens.
+    """Returns a trajectory's routes: a token keeps those with which it was first seen.
 
-    A token keeps the routes with which it was first seen. before: None before the first call.
-    routes: None if the engine returned none."""
+    before: None before the first call. routes: of all tokens, None if the engine returned none."""
     if before is None or routes is None:
         return before if routes is None else routes
     return np.concatenate([before, routes[len(before) :]])

@@ -17,9 +17,7 @@ BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "c
 
 @dataclass
 class Rows(Sequence):
-    """Some rows of a table that stays on disk. Each is computed by get(number) on every access.
-
-    numbers: the rows' numbers in the table."""
+    """Some rows, by their numbers, of a table on disk. get(number) computes one at every access."""
 
     get: Callable[[int], dict]
     numbers: Sequence[int]
@@ -34,8 +32,7 @@ class Rows(Sequence):
 def prompt_order(n_rows: int, start: int, count: int, seed: int) -> list[int]:
     """Returns the row numbers at positions start .. start + count - 1 of an endless shuffle.
 
-    Every epoch of n_rows positions is a new permutation. It depends on seed and position alone,
-    so a resumed run needs no sampler state."""
+    Every epoch of n_rows positions is a new permutation, by the seed alone."""
     return [
         int(_permutation(n_rows, position // n_rows, seed)[position % n_rows])
         for position in range(start, start + count)

@@ -14,7 +14,7 @@ MAX_ROWS = 64  # outputs of a step in its table
 
 
 class Tracker(Listener):
-    """With --tracker, logs metrics, and at W&B also a table of each step's first outputs.
+    """Logs metrics, and at W&B also a table of each step's first outputs.
 
     With --resume the earlier run continues there. Raises BadInput if the tracker is not installed,
     or can't log in or start a run."""
@@ -22,8 +22,6 @@ class Tracker(Listener):
     def __init__(self, log: Log):
         super().__init__(log)
         self.name = log.args.tracker
-        if not self.name:
-            return
         with refusing(f"--tracker {self.name} needs: pip install {self.name}"):
             package = importlib.import_module(self.name)
         file = log.folder / "tracker_run"
@@ -44,21 +42,17 @@ class Tracker(Listener):
             self.tracker.start()
 
     def metrics(self, row, rollouts=None, batch=None):
-        if not self.name:
-            return
         values = {key: float(x) for key, x in numeric_entries(row).items() if key != "step"}
         self.tracker.log(values, step=row["step"])
         if rollouts and self.name == "wandb":
-            rows = [self.row(output) for output in rollouts.outputs[:MAX_ROWS]]
+            rows = []
+            for output in rollouts.outputs[:MAX_ROWS]:
+                place = [output.extra["prompt"], output.extra["sample"]]
+                text = self.log.tokenizer.decode(output.prompt_ids + output.response_ids)
+                how = [total_reward(output), output.num_turns, output.stop_reason]
+                rows.append([*place, *how, text])
             self.tracker.log_table("rollouts", COLUMNS, rows, step=row["step"])
-
-    def row(self, output) -> list:
-        """Returns an output's row of the table."""
-        place = [output.extra["prompt"], output.extra["sample"]]
-        text = self.log.tokenizer.decode(output.prompt_ids + output.response_ids)
-        return [*place, total_reward(output), output.num_turns, output.stop_reason, text]
 
     def close(self):
         """Sends what is left, and ends the run at the tracker."""
-        if self.name:
-            self.tracker.finish()
+        self.tracker.finish()

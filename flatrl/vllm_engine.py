@@ -57,8 +57,7 @@ def check_arguments(name: str, arguments: dict, our_flags: Collection[str]):
     """Raises BadInput if the flag `name`, a JSON object, has a key that can't be set there.
 
     our_flags: the names of all flags, none of which may be a key of --engine_args. Warns of
-    sampling parameters that change the distribution in training, because the trainer computes
-    log softmax(logits / temperature)."""
+    sampling parameters that change the distribution in training."""
     fixed = set(FIXED_ARGUMENTS.get(name, ()))
     if name == "engine_args":
         fixed.update(our_flags)
@@ -147,10 +146,8 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
 
 
 def check_model(args, device: torch.device):
-    """Raises BadInput if vLLM can't generate text with the model, engine and sampling arguments.
-
-    Loads no weights. With --replay there is nothing to check."""
-    if args.replay:
+    """Raises BadInput if vLLM can't generate text with model, engine and sampling arguments."""
+    if args.replay:  # without an engine
         return
     need(
         device.type == "cuda" or not args.router_replay,
@@ -267,9 +264,6 @@ def _patch_cpu_build():
 def load_into(model, named_tensors, config):
     """Copies (name in a checkpoint, tensor) pairs into vLLM's model, by its layerwise reload.
 
-    vLLM passes a tensor k_proj.bias to the loader of its parameter qkv_proj.bias, where the count
-    of elements of that part grows. A part that got none by the end is missing.
-
     Raises RuntimeError with the name of a tensor that vLLM refused, or with the names of the
     engine's parameters that got no tensor."""
     from vllm.model_executor.model_loader.reload import layerwise
@@ -304,12 +298,10 @@ def load_into(model, named_tensors, config):
 
 
 class _Arrivals:
-    """The tensors of one sync, and the engine's parameters at which they arrive.
-
-    fused: `fused_parts` of the engine's model."""
+    """The tensors of one sync, and the engine's parameters at which they arrive."""
 
     def __init__(self, fused):
-        self.fused = fused
+        self.fused = fused  # see `fused_parts`
         self.current = "the first parameter"  # the name of the tensor that vLLM has now
         self.size = 0  # its number of elements
         self.not_loaded = {}  # tensors that no parameter's loader took, by name
@@ -338,12 +330,11 @@ class _Arrivals:
         return load
 
     def missing(self):
-        """Returns the names of parameters, or parts of fused ones, that got no tensor.
-
-        Experts share a parameter: it is missing if it got too few elements."""
+        """Returns the names of parameters, or parts of fused ones, that got no tensor."""
         names = []
         for parameter, parts in self.fused.items():
             for part, tensor in parts.items():
+                # Experts share a parameter, which may get some of them.
                 n_needed = tensor.numel() if ".experts." in parameter else 1
                 if max(self.n_elements[part], self.n_elements[parameter]) < n_needed:
                     names.append(part)
@@ -351,9 +342,7 @@ class _Arrivals:
 
 
 def fused_parts(model):
-    """Returns {parameter of the engine: {name of a part before fusing: its rows}}.
-
-    A qkv_proj consists of q_proj, k_proj and v_proj; most parameters are their only part."""
+    """Returns {parameter of the engine: {name of a part, such as q_proj of qkv_proj: its rows}}."""
     fused = {}
     for name, parameter in model.named_parameters():
         path, _, kind = name.rpartition(".")
@@ -382,9 +371,7 @@ def unlink_shared_memory():
 
 
 def never_sample(model, never):
-    """Gives these ids, or slices of ids, no probability (vllm#13175).
-
-    It changes the logits themselves, so that sampling and reported logprobs agree."""
+    """Gives these ids, or slices of ids, no probability, in sampling and logprobs (vllm#13175)."""
     compute_logits = model.compute_logits
 
     def limited(*args, **kwargs):

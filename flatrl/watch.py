@@ -35,14 +35,11 @@ class Watch(Listener):
         """Returns the problems of a step's metrics, by name."""
         problems = {}
         if row.get("actor/entropy", 1.0) < MIN_ENTROPY:
-            problems["entropy"] = (
-                "the entropy is nearly 0, and rollouts of a prompt will be equal: see --lr, "
-                "--clip_high and --entropy_coef"
-            )
+            problems["entropy"] = "the entropy is nearly 0: rollouts of a prompt will be equal"
         if len(self.kls) == FAR_STEPS and min(self.kls) > MAX_ROLLOUT_KL:
             problems["rollout/kl"] = (
                 f"rollout/kl is {self.kls[-1]:.2g} a token, and has been above {MAX_ROLLOUT_KL} "
-                f"for {FAR_STEPS} steps: the policy may collapse; lower --lr or --max_staleness"
+                f"for {FAR_STEPS} steps: the policy may collapse"
             )
         return problems
 
@@ -53,8 +50,7 @@ class Watch(Listener):
         cut_off = [output.truncated for output in outputs if total_reward(output) == best]
         if best > 0 and sum(cut_off) > len(cut_off) / 2:
             problems["truncated"] = (
-                f"{sum(cut_off)} of the {len(cut_off)} best-paid answers were cut off by a "
-                "limit: see --mask_truncated and --overlong_buffer"
+                f"{sum(cut_off)} of the {len(cut_off)} best-paid answers were cut off by a limit"
             )
 
         n_unparsed = 0
@@ -74,7 +70,7 @@ class Watch(Listener):
             n_calls = totals[f"tool_calls/{tool}"]
             if kind == "tool_exceptions" and n_calls >= FEW_CALLS and n_raised >= n_calls / 2:
                 problems["tools"] = (
-                    f"the tool {tool!r} raised at {n_raised} of its {n_calls} calls, and the model "
-                    "read the error: is the tool broken? Its first exception was printed"
+                    f"the tool {tool!r} raised at {n_raised} of its {n_calls} calls; its first "
+                    "exception was printed"
                 )
         return problems

@@ -45,12 +45,17 @@ def test_three_lines_at_the_start_and_two_at_the_end(log, monkeypatch):
     log.steps_done = 4
     rows = {"train": [{}] * 2, "val": [{}]}
     notices = Notices(log)
-    notices.start(rows, {"train": [{}] * 3, "val": [{}]}, NETWORK, torch.device("meta"))
+    rows_read = {"train": [{}] * 3, "val": [{}]}
+    task = SimpleNamespace()
+    notices.start(rows, rows_read, NETWORK, torch.device("meta"), task)
     dropped, size, plan = log.said
     assert "2 training rows (1 overlong ones dropped), 1 validation rows" in dropped
     assert "0.01M parameters" in size
     sampled = "steps 5 to 9 of 32 prompts x 8 = 256 rollouts, 2 update(s), lr 0.5"
     assert f"grpo with rloo: {sampled}" in plan
+    task.optimizer = None
+    notices.start(rows, rows_read, NETWORK, torch.device("meta"), task)
+    assert "2 update(s), the task's optimizer; writing" in log.said[-1]
     log.said.clear()
     rewards = [0.5, 0.75, 0.625]
     rows = [{"step": step, "reward/mean": x} for step, x in enumerate(rewards, 1)]
@@ -79,8 +84,6 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log):
 def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
     package = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", package)
-    Tracker(log).metrics({"step": 0})  # without --tracker
-    assert not package.mock_calls
     log.args.tracker = "wandb"
     tracker = Tracker(log)
     outputs = sampled(70, reward={"score": 0.5}, turn_rewards=[(0, 0.25)], num_turns=2)
