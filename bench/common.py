@@ -1,8 +1,7 @@
 """What the benches share: paths, a tiny model, an engine with a policy, tables.
 
-A bench imports this module before flatrl's own. That puts the repository first on the path and
-this folder last: `import rollout` finds flatrl's rollout.py, and `import trl` the package, not
-the benches of these names. PyTorch uses all cores unless OMP_NUM_THREADS is set.
+A bench imports this module before flatrl's own. That puts the repository first on the path and this
+folder last: `import rollout` finds flatrl's, and `import trl` the package. PyTorch uses all cores.
 """
 
 import argparse
@@ -77,9 +76,7 @@ def seconds(work, *args) -> float:
 
 
 def random_model(folder: str | Path, **config) -> str:
-    """Writes a random Qwen2 of the built-in task's size, with its tokenizer; returns its folder.
-
-    config: entries of the model's configuration, such as LARGER."""
+    """Writes a random Qwen2 of the built-in task's size, with its tokenizer; returns its folder."""
     import torch
 
     from examples.tiny_models import init_model
@@ -115,23 +112,20 @@ def engine_and_policy(args) -> tuple:
 
 
 def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
-    """Samples an answer to each prompt, all at the same time; returns AgentLoopOutputs.
+    """Samples an answer to each prompt, all at the same time; returns AgentLoopOutputs."""
 
-    This thread steps the engine, as in a rollout. sampling: vLLM's sampling parameters."""
+    async def answer(i, prompt):
+        request = dict(request_id=f"r{i}", prompt_ids=prompt, sampling_params=sampling)
+        return as_output(prompt, await engine.generate(**request))
 
     async def answer_all():
-        calls = [
-            engine.generate(request_id=f"r{i}", prompt_ids=prompt, sampling_params=sampling)
-            for i, prompt in enumerate(prompts)
-        ]
-        return await asyncio.gather(*calls)
+        return await asyncio.gather(*(answer(i, prompt) for i, prompt in enumerate(prompts)))
 
     future = background.submit(answer_all())
     future.add_done_callback(lambda _: engine.poke())
     while not future.done():
         engine.step()
-    answers = future.result()
-    return [as_output(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    return future.result()
 
 
 def distances(net, outputs: list, args):

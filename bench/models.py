@@ -3,10 +3,9 @@
     python bench/models.py                         # all; minutes each with an empty vLLM cache
     python bench/models.py qwen3 qwen3_moe         # some
 
-Each model is tiny and random, and runs in a process of its own. Three times the weights are changed
-and synced, the engine samples, and the trainer scores the sampled tokens. The table has the largest
-mean and the largest single difference of their logprobs in nats, or the reason why a model does not
-run.
+Each model is tiny and random. Three times the weights are changed and synced, the engine samples,
+and the trainer scores the sampled tokens. The table has the largest mean and the largest single
+difference of their logprobs in nats, or the reason why a model does not run.
 """
 
 import json
@@ -249,7 +248,7 @@ def differences(name: str) -> dict:
 
 def compare(name: str) -> dict:
     """Returns the row of an architecture."""
-    from agent_loop import BadInput
+    from flatrl.bad_input import reason
 
     row = {"name": name}
     try:
@@ -258,11 +257,9 @@ def compare(name: str) -> dict:
         bound = BOUND_IN_BFLOAT16 if is_half else BOUND
         agrees = row["mean"] < bound and row["max"] < 100 * bound
         verdict = "agrees" if agrees else "**disagrees**"
-    except BadInput as error:
-        verdict = f"refused: {error}"
     except Exception as error:
-        verdict = f"fails: {type(error).__name__}: {error}"
-    return row | {"verdict": " ".join(verdict.split()).replace("|", "/")}
+        verdict = f"fails: {reason(error)}"
+    return row | {"verdict": verdict.replace("|", "/")}
 
 
 def main() -> None:
@@ -272,13 +269,12 @@ def main() -> None:
     options = parser.parse_args()
     print("| architecture | engine and trainer | mean | max |\n| --- | --- | --- | --- |")
     rows = []
-    for name in options.names or ARCHITECTURES:
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-            row = pool.submit(compare, name).result()
-        numbers = [f"{row[key]:.1e}" if key in row else "" for key in ("mean", "max")]
-        print(f"| {name} | {row['verdict']} | {' | '.join(numbers)} |", flush=True)
-        rows.append(row)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
+        for row in pool.map(compare, options.names or ARCHITECTURES):
+            numbers = [f"{row[key]:.1e}" if key in row else "" for key in ("mean", "max")]
+            print(f"| {row['name']} | {row['verdict']} | {' | '.join(numbers)} |", flush=True)
+            rows.append(row)
     common.write_rows(options.out, rows)
 
 

@@ -4,9 +4,8 @@
     python bench/rollout.py --turns 4 --spread tail     # most turns are short, a few are long
 
 Both sides have the same engine, prompts and lengths, and take turns in one process. With --turns a
-simulated user answers between the turns, at once, and `generate` is called once a turn with all
-prompts. --spread tail draws the lengths of turns from an exponential distribution with the mean
---tokens, up to eight times it.
+simulated user answers between the turns, at once, and `generate` is called once a turn. --spread
+tail draws the lengths of turns from an exponential distribution, up to eight times --tokens.
 """
 
 import itertools

@@ -6,9 +6,8 @@
     python bench/trl.py --trl                   # flatrl alone; TRL need not be installed
 
 Both train the same model on the same prompts, with the same lengths, updates, precision and
-threads. Each side has a process of its own, and they take turns: a side makes one step, and waits
-until the others have made theirs. On a GPU one side ends before the next begins, so that each has
-all the memory. A step has one update, no KL, no evaluation and no checkpoint.
+threads, each in a process of its own. They take turns, step by step; on a GPU one side ends before
+the next begins. A step has one update, no KL, no evaluation and no checkpoint.
 """
 
 import argparse
@@ -58,10 +57,6 @@ def score(text: str) -> float:
 
 def reward(output, row: dict) -> float:
     return score(output.text)
-
-
-def trl_rewards(completions, **columns) -> list[float]:
-    return [score(completion[0]["content"]) for completion in completions]
 
 
 # ---------------------------------------------------------------- the sides
@@ -201,7 +196,7 @@ def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = Fa
         model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
         args=trl_config(options, folder, vllm),
         processing_class=AutoTokenizer.from_pretrained(options.model),
-        reward_funcs=trl_rewards,
+        reward_funcs=lambda completions, **columns: [score(x[0]["content"]) for x in completions],
         train_dataset=Dataset.from_list(prompts),
         callbacks=[Turns()],
     )
@@ -236,14 +231,6 @@ def start(name: str, options: argparse.Namespace, folder: str) -> tuple:
     return process, pipe
 
 
-def one_step(pipe) -> dict[str, float]:
-    """Lets a side make a step; returns the seconds of its parts."""
-    started = time.perf_counter()
-    pipe.send(None)
-    parts = pipe.recv()
-    return {"step": time.perf_counter() - started, **parts}
-
-
 def by_turns(sides: list[str], options: argparse.Namespace, folder: str) -> dict[str, list]:
     """Lets the sides make their steps by turns; returns them without those of the warm-up."""
     steps: dict[str, list] = {name: [] for name in sides}
@@ -253,7 +240,10 @@ def by_turns(sides: list[str], options: argparse.Namespace, folder: str) -> dict
             started[name] = start(name, options, folder)
         for i in range(options.warm_up + options.rounds):
             for name, (_, pipe) in started.items():
-                steps[name].append(one_step(pipe))
+                began = time.perf_counter()
+                pipe.send(None)
+                parts = pipe.recv()
+                steps[name].append({"step": time.perf_counter() - began, **parts})
             seconds = ", ".join(f"{name} {made[-1]['step']:.2f} s" for name, made in steps.items())
             print(f"{'warm-up' if i < options.warm_up else 'round'}: {seconds}", flush=True)
     finally:
@@ -270,9 +260,10 @@ def print_table(steps: dict[str, list]) -> list[dict]:
     rows = []
     for name, made in steps.items():
         row = {"side": name}
+        text = ""
         for column in columns:
             row[column] = statistics.median(step[column] for step in made)
-        text = "".join(f"{row[column]:10.3f}" for column in columns)
+            text += f"{row[column]:10.3f}"
         if name != "flatrl":
             pairs = zip(made, steps["flatrl"], strict=True)
             ratios = [theirs["step"] / ours["step"] for theirs, ours in pairs]

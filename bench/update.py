@@ -6,8 +6,8 @@
     unshared    the same, with every trajectory as a sequence of its own
     bare        transformers' forward (sdpa) on whole rows, log-softmax, backward, AdamW
 
-All sides get the same 32 random trajectories on the CPU, give the same logprobs, and take turns in
-one process. The table has the seconds of scoring and of an update, and their ratio to flatrl's.
+All sides get the same 32 random trajectories, give the same logprobs, and take turns. The table has
+the seconds of scoring and of an update, and their ratio to flatrl's.
 """
 
 import operator
