@@ -953,8 +953,10 @@ def listeners(log: Log) -> list[Listener]:
     """Returns those of LISTENERS that are in flatrl/, and with --tracker the trackers' one."""
     found = []
     for module, name in LISTENERS.items():
-        is_there = importlib.util.find_spec(f"flatrl.{module}")
-        if log.args.tracker if module == "trackers" else is_there:
+        is_wanted = importlib.util.find_spec(f"flatrl.{module}")
+        if module == "trackers":
+            is_wanted = log.args.tracker  # without its module, the import fails
+        if is_wanted:
             listener = getattr(importlib.import_module(f"flatrl.{module}"), name)
             found.append(listener(log))
     return found
