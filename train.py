@@ -1036,7 +1036,7 @@ def build_networks(args: Args, accelerator, policy: Policy, reference, task: Mod
     reference: as from `build_reference`. Resets the random seeds."""
     set_seed(args.seed)  # an engine's start and a task may have drawn random numbers
     critic = None
-    if args.has_critic:
+    if "values" in args.estimator_takes and not args.rollout_only:
         net = Critic(args, policy.vision, policy.is_packed)
         critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator, "critic")
     if isinstance(reference, Policy) and reference is not policy:  # it has its own weights

@@ -342,11 +342,6 @@ class Args(LoopArgs):
         return int(number) if number.isdecimal() else 0
 
     @property
-    def has_critic(self) -> bool:
-        """True if a critic learns, for an estimator that takes values."""
-        return "values" in self.estimator_takes and not self.rollout_only
-
-    @property
     def has_reference(self) -> bool:
         """True if a reference scores the sampled tokens."""
         return bool(self.kl_coef or self.ref_model or self.hints)

@@ -66,9 +66,8 @@ def read_checkpoint(args) -> tuple[Path | None, dict]:
 def check_changes(args, training_rows: str, state: dict) -> list[str]:
     """Prints which flags differ from those in the args.json of the run to resume.
 
-    Returns their names. training_rows: as from `rows.hash_of_rows`; state: as from
-    `read_checkpoint`. Raises BadInput if the training rows are others, unless --resume is
-    "changed" and no sampler's history is about them."""
+    Returns their names. training_rows: a hash; state: as from `read_checkpoint`. Raises BadInput
+    for other rows, unless --resume is "changed" and no sampler's history is about them."""
     if not args.resume:
         return []
     about = json.loads(Path(args.output_dir, "args.json").read_text())
@@ -219,8 +218,7 @@ def save_policy(run, folder: Path):
     """Writes the policy in Hugging Face format, with its tokenizer or processor.
 
     With --lora_rank the adapter is merged into the weights, and is also in the folder `adapter`
-    in peft's format. All ranks call this, and gather the parameters in --dtype, in the main
-    rank's host memory."""
+    in peft's format. All ranks call this, and gather the parameters in --dtype."""
     model = run.policy.net.model
     dtype = run.policy.net.engine_dtype
     buffers = dict(model.named_buffers())  # these keep their own dtype

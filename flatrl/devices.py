@@ -143,8 +143,8 @@ def offload(run, device: torch.device | str):
 def start_processes(args):
     """Starts this process as a rank of the launcher, or alone.
 
-    Returns its accelerator, and a store that all ranks share. Raises BadInput if that is not what
-    args ask for, or can't be."""
+    Returns its accelerator, and a store that all ranks share. Raises BadInput if the device
+    can't do what args ask for, or if the ranks don't find each other."""
     cpu_only = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     if not dist.is_initialized():
         if not cpu_only:
