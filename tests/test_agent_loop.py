@@ -461,6 +461,23 @@ def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
     assert answered == ["000001000", "000001001", "000002000"]
 
 
+def test_a_tool_that_could_not_be_created_is_not_used_but_released(play):
+    class Fails(Notes):
+        async def create(self, request_id, **kwargs):
+            await super().create(request_id, **kwargs)
+            raise OSError("no space left")
+
+        async def release(self, request_id):
+            await super().release(request_id)
+            raise OSError("gone already")
+
+    notes = Fails()
+    output, _ = play(TWO_NOTES, "bye", task=task_of(notes))
+    assert notes.events == ["create", "release"]
+    assert said_by(output, "tool") == ["Error: no space left"] * 2
+    assert (output.metrics["tool_errors"], output.metrics["release_errors"]) == (2, 1)
+
+
 BOTH = ToolResponse("both", reward=0.5, metrics={"a": 1})
 
 

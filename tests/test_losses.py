@@ -160,6 +160,26 @@ def test_policy_loss_and_its_gradient(kind, clips):
     assert not any(stat.requires_grad for stat in stats.values())
 
 
+@pytest.mark.parametrize("kind, clipfrac, log_ratio_of_row", [
+    # On the pessimistic side, such as a small ratio with A > 0, ppo and gmpo have no bound.
+    ("ppo", [1, 0, 0, 0], None),
+    ("gspo", [1, 1, 0, 1], (1 - 1 + 1.5 + 0.1) / 4),
+    ("gmpo", [1, 0, 0, 0], (0.4 - 1 + 1.5 + 0.1) / 4),
+    ("cispo", [1, 1, 1, 0], None),
+    ("sapo", [0, 0, 0, 0], None),
+])  # fmt: skip
+def test_stats_of_policy_loss(kind, clipfrac, log_ratio_of_row):
+    log_ratio = t([[1, -1, 1.5, 0.1]])
+    zeros = torch.zeros_like(log_ratio)
+    advantages = t([[1.0, 1, -1, 1]])
+    _, stats = losses.policy_loss(kind, log_ratio, zeros, advantages, zeros + 1, 0.4, 0.4, 3.0)
+    close(stats["clipfrac"], t([clipfrac]))
+    close(stats["clipfrac_lower"], t([[0, 0, int(kind == "ppo"), 0]]))
+    close(stats["ppo_kl"], -log_ratio)
+    of_tokens = log_ratio if log_ratio_of_row is None else zeros + log_ratio_of_row
+    close(stats["ratio"], of_tokens.exp())
+
+
 GEO = 2 ** (1 / 3)
 
 
