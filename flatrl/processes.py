@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from flatrl.bad_input import BadInput, need
-from flatrl.shared_state import EXIT
+from flatrl.shared_state import EXIT, RUNS
 
 # How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
@@ -133,6 +133,7 @@ def run_as_script(main: Callable, parse: Callable):
 
     0: main came to its end; 2: BadInput; 130: Stopped; 1: any other error. It does not wait for
     threads and processes that user code has left behind, as Python would."""
+    RUNS.add(os.getpid())
     status = 1
     args = None
     try:

@@ -7,7 +7,7 @@ coroutines, where tools and rewards run,
 - alarms and os.chdir are refused. math_verify and others limit their time by SIGALRM. In a thread
   that is an error, which they take for a wrong answer, and then every reward is 0.
 
-os._exit is an error in other threads: the run would end with the user's exit code."""
+os._exit is an error in other threads, and in all of a run, whose exit code is not the user's."""
 
 import asyncio
 import contextvars
@@ -31,6 +31,7 @@ CHDIR = os.chdir
 EXIT = os._exit
 START = threading.Thread.start
 PROCESS = os.getpid()
+RUNS = set()  # this process, once train.py runs in it
 
 
 def in_main_thread() -> bool:
@@ -72,7 +73,7 @@ def _chdir(path):
 
 def _exit(status):
     """Replaces os._exit. Processes that user code has forked may still end by it."""
-    if os.getpid() == PROCESS and not in_main_thread():
+    if os.getpid() in RUNS or (os.getpid() == PROCESS and not in_main_thread()):
         raise RuntimeError(f"os._exit({status}) would end the run")
     EXIT(status)
 

@@ -256,6 +256,17 @@ def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play):
     assert (output.stop_reason, output.truncated, output.reward) == ("length", True, None)
 
 
+def test_what_can_not_fit_is_not_tokenised(play):
+    async def chat(client, prompt, **row):
+        client.loop.start = None
+        for messages in (prompt * 10_000, [user("x" * 1_000_000)]):
+            with pytest.raises(OutOfBudget):
+                await client.create(messages=messages)
+
+    outputs, engine = play(chat, max_model_len=1000)
+    assert (outputs, engine.prompts) == ([], [])
+
+
 def test_a_call_without_a_reply_leaves_no_trace(play):
     """The agent gives it up, the engine fails, or the agent ends without waiting."""
 

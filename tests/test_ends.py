@@ -50,6 +50,7 @@ cases = {
     "input": lambda: raises(BadInput("no")),
     "error": lambda: 1 / 0,
     "exit": lambda: sys.exit(0),
+    "_exit": lambda: os._exit(0),
     "memory": lambda: raises(torch.OutOfMemoryError("CUDA out of memory")),
 }
 codes = {}
@@ -65,12 +66,12 @@ def test_exit_codes():
     """Only a run that came to its end returns 0. It ends, whatever threads are left."""
     command = [sys.executable, "-c", CASES]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
-    codes = {"end": 0, "signalled": 130, "input": 2, "error": 1, "exit": 1, "memory": 1}
+    codes = {"end": 0, "signalled": 130, "input": 2, "error": 1, "exit": 1, "_exit": 1, "memory": 1}
     assert json.loads(done.stdout) == codes, done.stderr
     assert "train.py: error: no\n" in done.stderr
     assert done.stderr.count("out of GPU memory: lower") == 1
     assert done.stderr.count("stopping: the run saves") == 1
-    assert done.stderr.count("Traceback") == 3
+    assert done.stderr.count("Traceback") == 4
 
 
 def test_an_error_of_the_main_rank_is_bad_input_on_all(process_group, monkeypatch):

@@ -205,6 +205,8 @@ class ChatClient:
         n_left = len([*row_images])
         if 0 < n_left < len(self.row_images):
             raise ValueError("send all images of the row's prompt, or none, or some as image_url")
+        if len(str(messages)) > 64 * self.loop.window:  # tokenising them would take long
+            self._give_up("length")
         return messages, images
 
     def _plain(self, message, images, row_images):
