@@ -262,14 +262,17 @@ def register(name: str) -> Callable:
     return add
 
 
+def default_agent(task) -> str:
+    """Returns "tool_agent" for a task with TOOLS or INTERACTIONS, else "single_turn"."""
+    has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
+    return "tool_agent" if has_turns else "single_turn"
+
+
 def agent_loop_class(row: dict, task, args) -> type:
     """Returns the agent loop's class, selected by row["agent_name"], else by args.agent.
 
-    If both are None, it is "tool_agent" for a task with TOOLS or INTERACTIONS, else
-    "single_turn". Raises BadInput for an unknown name."""
-    has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
-    default = "tool_agent" if has_turns else "single_turn"
-    name = row.get("agent_name") or args.agent or default
+    If both are None, it is the `default_agent`. Raises BadInput for an unknown name."""
+    name = row.get("agent_name") or args.agent or default_agent(task)
     if name not in AGENT_LOOPS:
         raise BadInput(
             f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add "

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import data
 import losses
-from agent_loop import BadInput
+from agent_loop import BadInput, default_agent
 from flatrl import checkpoints, layers, models
 from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
@@ -975,6 +975,7 @@ def check_input(args: Args) -> tuple:
     if not args.model:
         needed.append("build_model")
     task = data.load_task(args.task, needed)
+    args.agent = args.agent or default_agent(task)
     check_registered(args)
     args.task = task.__file__
     keys = args.prompt_key, args.image_key
@@ -984,7 +985,10 @@ def check_input(args: Args) -> tuple:
     hashes = {f"{split} rows": hash_of_rows(rows[split], args.seed) for split in rows}
     check_ranks_agree({f"--{name}": value for name, value in vars(args).items()} | hashes)
     if not args.num_steps or args.stop_at_reward is not None:
-        need(rows["val"], "--num_steps 0 and --stop_at_reward need validation rows")
+        need(
+            rows["val"],
+            "--num_steps 0 and --stop_at_reward need validation rows, and no --eval_every -1",
+        )
     if args.hints:
         has_hint = any(row.get("hint") for row in rows["train"])
         need(has_hint, "--hints (--algo opsd): no training row has a 'hint'")

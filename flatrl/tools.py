@@ -222,7 +222,9 @@ class CallFormat:
 
     def _choose(self, forms):
         """Sets parser and name, turns and id_start. Returns the probes that the parser reads."""
-        registered = _manager().list_registered()
+        from vllm.tool_parsers import ToolParserManager  # takes seconds; --help need not wait
+
+        registered = ToolParserManager.list_registered()
         asked = self.name
         names = [asked]
         if asked == "auto":
@@ -261,7 +263,13 @@ class CallFormat:
         """Returns the parser of this name. Raises whatever it raises if it does not fit."""
         if name == "template":
             return TemplateParser(turns, self.opening_of(turns))
-        parser = _manager().get_tool_parser(name)(self.tokenizer)
+        from vllm.tool_parsers import ToolParserManager
+
+        parser = ToolParserManager.get_tool_parser(name)(self.tokenizer)
+        # The model reads what is wrong with a call. vLLM resets levels when its engine starts.
+        for module in [*logging.root.manager.loggerDict]:
+            if module.startswith(("vllm.tool_parsers", "vllm.parser")):
+                logging.getLogger(module).disabled = True
         parser.extract_tool_calls("", _request("[]"))  # some need vLLM's own server
         return parser
 
@@ -469,16 +477,6 @@ def _request(schemas):
         messages=[{"role": "user", "content": ""}],
         tools=json.loads(schemas) or None,
     )
-
-
-@functools.cache
-def _manager():
-    """Returns vLLM's registry of parsers, whose log is quiet: the model reads what is wrong."""
-    from vllm.tool_parsers import ToolParserManager  # takes seconds, which --help need not wait for
-
-    for module in ("vllm.tool_parsers", "vllm.parser"):
-        logging.getLogger(module).setLevel(logging.CRITICAL + 1)
-    return ToolParserManager
 
 
 def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):

@@ -39,8 +39,10 @@ def sampled(n: int, **attributes) -> list:
 
 
 def test_three_lines_at_the_start_and_two_at_the_end(log, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train.py", "--task", "my task.py"])
-    flags = dict(model="m", task="t.py", num_steps=9, epochs=2, lr=0.5, dtype="float32")
+    monkeypatch.setattr("sys.argv", [
+        *["train.py", "--num_steps", "9", "--task", "my task.py", "--resume", "--tracker=wandb"],
+    ])  # fmt: skip
+    flags = dict(model="m", agent="chat", task="t.py", num_steps=9, epochs=2, lr=0.5, dtype="float32")
     log.args = Args(adv_estimator="rloo", **flags)
     log.steps_done = 4
     rows = {"train": [{}] * 2, "val": [{}]}
@@ -51,7 +53,7 @@ def test_three_lines_at_the_start_and_two_at_the_end(log, monkeypatch):
     dropped, size, plan = log.said
     assert "2 training rows (1 overlong ones dropped), 1 validation rows" in dropped
     assert "0.01M parameters" in size
-    sampled = "steps 5 to 9 of 32 prompts x 8 = 256 rollouts, 2 update(s), lr 0.5"
+    sampled = "steps 5 to 9 of 32 prompts x 8 = 256 rollouts by chat, 2 update(s), lr 0.5"
     assert f"grpo with rloo: {sampled}" in plan
     task.optimizer = None
     notices.start(rows, rows_read, NETWORK, torch.device("meta"), task)
