@@ -42,8 +42,8 @@ def test_three_lines_at_the_start_and_two_at_the_end(log, monkeypatch):
     monkeypatch.setattr("sys.argv", [
         *["train.py", "--num_steps", "9", "--task", "my task.py", "--resume", "--tracker=wandb"],
     ])  # fmt: skip
-    flags = dict(model="m", agent="chat", task="t.py", num_steps=9, epochs=2, lr=0.5, dtype="float32")
-    log.args = Args(adv_estimator="rloo", **flags)
+    flags = dict(model="m", task="t.py", num_steps=9, epochs=2, lr=0.5, dtype="float32")
+    log.args = Args(adv_estimator="rloo", agent="chat", **flags)
     log.steps_done = 4
     rows = {"train": [{}] * 2, "val": [{}]}
     notices = Notices(log)
