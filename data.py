@@ -168,7 +168,7 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     def check_all() -> np.ndarray:
         lengths = [length_of(row) for row in Bar(rows, "prompts")]
         check_tokenizer(tokenizer, chat_tokenizer, rows[0], task, args)
-        # None: in all steps. Evaluations, which set it to 0, play none.
+        # An evaluation, which sets --imitation_steps 0, plays none.
         if args.num_steps and args.imitation_steps != 0:
             check_demonstration(rows, chat_tokenizer, args)
         return np.array(lengths)
@@ -601,7 +601,7 @@ def expanded_to_tokens(numbers, mask: NS, name: str) -> NS:
             is_right = numbers[mask.bool()].isfinite().all()
     need(
         is_right,
-        f"{name} of the {given}: must be finite, and a tensor with one number for each unit, "
+        f"{name} of the {given}: it must be a finite tensor with one number for each unit, "
         f"(N,) = {tuple(mask.shape[:1])}, or for each token, (N, S) = {tuple(mask.shape)}",
     )
     return numbers

@@ -176,7 +176,7 @@ def estimator(name: str) -> Callable:
     Return advantages, (N, S), or (N,) if all tokens of a unit have the same. With `values`,
     return a tuple: advantages and returns, both (N, S). A dict at the end of a tuple has
     `batch_stats` for the objective: {name: (N, S), (N,) or a number}. Parameters with a default
-    are not filled. Other names than these raise ValueError."""
+    are not filled. Any other name raises ValueError."""
     return partial(_register, ESTIMATORS, _ESTIMATOR_INPUTS, name)
 
 
@@ -202,7 +202,7 @@ def objective(name: str) -> Callable:
         step, num_steps, args         as in `estimator`
     Return the loss per token, (B, T), to be minimised, or a tuple: that loss and a dict of
     stats, (B, T) each. --rollout_correction, --entropy_coef and --kl_coef are applied to the
-    result at the mask. Parameters with a default are not filled. Other names than these raise
+    result at the mask. Parameters with a default are not filled. Any other name raises
     ValueError."""
     return partial(_register, OBJECTIVES, _OBJECTIVE_INPUTS, name)
 

@@ -1058,7 +1058,7 @@ class Pool:
     def _start_replacements(self, n_ended: int, capacity: int):
         """Lets one prompt more than `capacity` start for each group without a signal."""
         # With --deterministic they start together, when all groups have ended on all ranks.
-        all_have_ended = self.first_of_next_batch + n_ended == self.limit  # 0 to 3 of limit 4
+        all_have_ended = self.first_of_next_batch + n_ended == self.limit
         if self.replacements and (all_have_ended or not self.args.deterministic):
             n_not_handed_out = self.store.add("no_signal", 0) - self.n_without_signal
             self._set_limit(capacity + min(n_not_handed_out, self.replacements))

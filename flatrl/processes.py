@@ -107,7 +107,7 @@ class Stop:
 
     def __init__(self, store: dist.Store):
         self.store = store
-        self.is_requested = False  # this rank
+        self.asked_here = False  # of this rank
         self._listen(self._on_signal)
         # User code must be able to end a process that it has forked.
         os.register_at_fork(after_in_child=lambda: self._listen(signal.SIG_DFL))
@@ -117,15 +117,15 @@ class Stop:
             signal.signal(number, handler)
 
     def _on_signal(self, *_):
-        if not self.is_requested:
+        if not self.asked_here:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, b"\nstopping: the run saves, then ends\n")
-        self.is_requested = True
+        self.asked_here = True
 
     @property
     def requested(self) -> bool:
         """Whether a rank was asked to stop, or has failed."""
-        return self.store.add(STOP, int(self.is_requested)) > 0
+        return self.store.add(STOP, int(self.asked_here)) > 0
 
 
 def run_as_script(main: Callable, parse: Callable):

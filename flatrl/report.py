@@ -22,7 +22,7 @@ from flatrl.files import read_json_lines, write_whole
 from flatrl.log import Listener
 
 PAGE = Path(__file__).with_name("page.html")
-FILES = 8  # of training steps, and as many of evaluations, whose outputs are shown
+FILES = 8  # of training steps, and of evaluations, whose outputs are shown
 TOKENS = 400_000  # of outputs on a page; more if single groups are larger
 MAX_CHARACTER_TOKENS = 7  # after this many tokens without a whole character, show it as broken
 

@@ -46,7 +46,7 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
         f"--train_files and --val_files; it is {row!r:.80}",
     )
     taken = RESERVED_COLUMNS & row.keys()
-    need(not taken, f"{name}: agent loops have other arguments named {taken}, so rename columns")
+    need(not taken, f"{name}: agent loops have other arguments named {taken}: rename these columns")
     row = _read_objects(row, name)
     _check_type(row, "data_source", str, name)
     if row.get("extra_info"):

@@ -70,7 +70,7 @@ class Watch(Listener):
             n_calls = totals[f"tool_calls/{tool}"]
             if kind == "tool_exceptions" and n_calls >= FEW_CALLS and n_raised >= n_calls / 2:
                 problems["tools"] = (
-                    f"the tool {tool!r} raised at {n_raised} of its {n_calls} calls; its first "
+                    f"the tool {tool!r} raised in {n_raised} of its {n_calls} calls; its first "
                     "exception was printed"
                 )
         return problems
