@@ -725,9 +725,9 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
     """Sets the terminal reward of each unit of a rollout, the same for all its outputs.
 
     It is the reward of the unit's last output, if the loop set one, else what the task's reward
-    function, or `reward`, returns for that output. Raises ValueError if a reward is not finite, if
-    a turn's reward is at no token, or if a unit has two rewards or groups, and BadReward if a
-    reward is not a number, or if the task's function uses an alarm."""
+    function, or `reward`, returns for that output and a copy of the row. Raises ValueError if a
+    reward is not finite, if a turn's reward is at no token, or if a unit has two rewards or groups,
+    and BadReward if a reward is not a number, or if the task's function uses an alarm."""
     units = defaultdict(list)
     for output in outputs:
         units[output.unit].append(output)
@@ -742,7 +742,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
                 )
         value = last.reward
         if value is None:
-            value = await call(reward or task.reward, last, row)
+            value = await call(reward or task.reward, last, copy_row(row))
             check_refused()
         value = _checked_reward(value, row, getattr(task, "__file__", "the task"))
         for output in outputs_of_unit:
@@ -930,7 +930,7 @@ class Pool:
             # The row is read in here, as a bad one of a large table raises.
             row = copy_row(self.row_of(member.prompt))
             outputs = await run_agent_loop(self.run, member, row, self.sampling)
-            kept = [compact(output) for output in outputs]
+            kept = copy.deepcopy([*map(compact, outputs)])  # a reward may change its own
         except BaseException as error:  # a CancelledError, too, that the agent itself caused
             if self.future.cancelled():
                 raise
@@ -983,8 +983,7 @@ class Pool:
     async def _grade(self, member, outputs, reward) -> list[dict] | dict:
         """Returns the fields REWARD_FIELDS of each output or, if the reward failed, an error."""
         try:
-            row = copy_row(self.row_of(member.prompt))
-            await grade_rollout(self.run, outputs, row, reward)
+            await grade_rollout(self.run, outputs, self.row_of(member.prompt), reward)
         except BaseException as error:
             if self.future.cancelled():
                 raise

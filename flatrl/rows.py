@@ -4,8 +4,10 @@ import hashlib
 import json
 import re
 import warnings
+from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from unicodedata import normalize
 
@@ -265,7 +267,7 @@ def hash_of_rows(rows: Sequence[dict], seed: int) -> str:
         numbers = prompt_order(len(rows), 0, min(len(rows), 1000), seed)
     digest = hashlib.sha256(str(len(rows)).encode())
     for number in numbers:
-        text = re.sub(" at 0x[0-9a-f]+", "", as_text(rows[number]))  # the address of an object
+        text = re.sub(" at 0x[0-9A-Fa-f]+", "", as_text(rows[number]))  # the address of an object
         digest.update(text.encode(errors="backslashreplace"))
     return digest.hexdigest()[:16]
 
@@ -280,10 +282,12 @@ def as_text(value) -> str:
             return f"dict({', '.join(sorted(items))})"
         case set() | frozenset():
             return f"set({', '.join(sorted(map(as_text, value)))})"
-        case list() | tuple():
+        case list() | tuple() | deque():
             return f"[{', '.join(map(as_text, value))}]"
         case bytes():
             return hashlib.sha256(value).hexdigest()
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__name__} {as_text(asdict(value))}"
     if hasattr(value, "tolist"):
         return as_text(value.tolist())
     if hasattr(value, "tobytes"):

@@ -2,8 +2,8 @@
 
 Importing this module replaces functions of Python. In other threads than the main one and in
 coroutines, where tools and rewards run,
-- code that replaces sys.stdout or sys.stderr, as contextlib.redirect_stdout does, replaces it for
-  itself and the threads that it starts;
+- code that replaces sys.stdin, stdout or stderr, as contextlib.redirect_stdout does, replaces it
+  for itself and the threads that work for it;
 - alarms and os.chdir are refused. math_verify and others limit their time by SIGALRM. In a thread
   that is an error, which they take for a wrong answer, and then every reward is 0.
 
@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 from flatrl.bad_input import BadReward
@@ -30,6 +31,7 @@ SIGNAL = signal.signal
 CHDIR = os.chdir
 EXIT = os._exit
 START = threading.Thread.start
+SUBMIT = ThreadPoolExecutor.submit
 PROCESS = os.getpid()
 RUNS = set()  # this process, once train.py runs in it
 
@@ -82,9 +84,10 @@ def _exit(status):
 
 
 class _Stream:
-    """sys.stdout or sys.stderr, as a property of `sys`.
+    """sys.stdin, stdout or stderr, as a property of `sys`.
 
-    print() does not read the property, but `sys.__dict__`. So that holds this object as well."""
+    print() and input() do not read the property, but the module's dict. So that holds this object
+    as well."""
 
     def __init__(self, name):
         self.of_process = getattr(sys, name)
@@ -103,14 +106,21 @@ class _Stream:
         return getattr(self.__get__(sys), name)
 
 
+STREAMS = {name: _Stream(name) for name in ("stdin", "stdout", "stderr")}
+
+
 class _Sys(ModuleType):
     """The class of `sys`. Python makes all new modules by type(sys), and gets ordinary ones."""
 
-    stdout = _Stream("stdout")
-    stderr = _Stream("stderr")
+    stdin, stdout, stderr = STREAMS.values()
 
     def __new__(cls, *args):
         return ModuleType(*args)
+
+    @property
+    def __dict__(self):
+        """A copy with real streams: mock.patch sets again what it finds here."""
+        return super().__dict__ | {name: getattr(self, name) for name in STREAMS}
 
 
 def _start(thread):
@@ -118,6 +128,11 @@ def _start(thread):
     if not in_main_thread():
         thread.run = functools.partial(contextvars.copy_context().run, thread.run)
     START(thread)
+
+
+def _submit(pool, function, /, *args, **kwargs):
+    """Replaces ThreadPoolExecutor.submit: one thread works for many, each in its own context."""
+    return SUBMIT(pool, contextvars.copy_context().run, function, *args, **kwargs)
 
 
 @functools.cache
@@ -140,5 +155,6 @@ signal.signal = _signal
 os.chdir = _chdir
 os._exit = _exit
 threading.Thread.start = _start
-vars(sys).update(stdout=_Sys.__dict__["stdout"], stderr=_Sys.__dict__["stderr"])
+ThreadPoolExecutor.submit = _submit
+vars(sys).update(STREAMS)
 sys.__class__ = _Sys

@@ -55,11 +55,10 @@ async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
 async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
     """Runs a plain function in a thread. What a future can't raise becomes RuntimeError."""
     lock_tokenizers()
-    context = contextvars.copy_context()
 
     def run():
         try:
-            return context.run(function, *args, **kwargs)
+            return function(*args, **kwargs)
         except (StopIteration, SystemExit, KeyboardInterrupt) as error:
             raise RuntimeError(repr(error)) from error
 

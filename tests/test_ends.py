@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -110,23 +112,64 @@ def in_threads(function, *arguments) -> list:
     return asyncio.run(together())
 
 
-def test_what_code_prints_is_its_own():
+WORKERS = ThreadPoolExecutor(1)
+
+
+@contextlib.contextmanager
+def assigned(stream):
+    before, sys.stdout = sys.stdout, stream
+    yield
+    sys.stdout = before
+
+
+@pytest.mark.parametrize("replace", [
+    contextlib.redirect_stdout,
+    assigned,
+    lambda stream: mock.patch("sys.stdout", stream),
+], ids=["redirect", "assignment", "mock.patch"])  # fmt: skip
+def test_what_code_prints_is_its_own(replace):
     here = threading.Barrier(2)
 
     def says(word):
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(io.StringIO()) as around:
+            with replace(io.StringIO()):
+                said = sys.stdout
+                print(word)
+                here.wait(HANGS)
+                child = threading.Thread(target=print, args=["child of", word])
+                child.start()
+                child.join()
+                WORKERS.submit(print, "worker for", word).result()
+                here.wait(HANGS)
+            print("after", word)
+        return said.getvalue(), around.getvalue()
+
+    async def says_later(word):
+        with replace(io.StringIO()):
+            said = sys.stdout
+            await asyncio.get_running_loop().run_in_executor(None, print, word)
             print(word)
-            here.wait(HANGS)
-            child = threading.Thread(target=print, args=["child of", word])
-            child.start()
-            child.join()
-            here.wait(HANGS)
         return said.getvalue()
 
+    async def together():
+        return await asyncio.gather(says_later("a"), says_later("b"))
+
     before = sys.stdout
-    assert in_threads(says, "a", "b") == ["a\nchild of a\n", "b\nchild of b\n"]
+    assert asyncio.run(together()) == ["a\na\n", "b\nb\n"]
+    both = [f"{word}\nchild of {word}\nworker for {word}\n" for word in "ab"]
+    assert in_threads(says, "a", "b") == [*zip(both, ["after a\n", "after b\n"])]
     assert sys.stdout is before
+
+
+def test_what_code_reads_is_its_own():
+    here = threading.Barrier(2)
+
+    def reads(word):
+        with mock.patch("sys.stdin", io.StringIO(f"{word}\n{word}")):
+            here.wait(HANGS)
+            return input() + sys.stdin.read()
+
+    assert in_threads(reads, "a", "b") == ["aa", "bb"]
 
 
 def test_a_thread_has_no_say_in_how_others_tokenise(tokenizer):

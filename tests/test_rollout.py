@@ -183,6 +183,7 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
         if row["extra"] == "no reward" and output.extra["sample"] == 1:
             raise ZeroDivisionError("the grader broke")
         output.turn_rewards.append((-1, 0.25))
+        output.messages[-1]["content"] = "graded"  # in its own copy
         return {"score": 0.5, "digits": 2} if row["extra"] == "dict" else 1
 
     rows = make_rows("x", "raise", "no reward", "skip", "list", "dict")
@@ -192,6 +193,7 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
     expected = [(0, 0, 0), (0, 1, 0), (2, 0, 0)]
     expected += [(4, 0, 0), (4, 0, 1), (4, 1, 0), (4, 1, 1), (5, 0, 0), (5, 1, 0)]
     assert segments == expected
+    assert all(output.messages[-1]["content"] != "graded" for output in rollouts.outputs)
     rewards = [output.reward for output in rollouts.outputs]
     assert rewards == [1.0] * 7 + [{"score": 0.5, "digits": 2}] * 2
 
