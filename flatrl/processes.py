@@ -22,6 +22,10 @@ from flatrl.shared_state import EXIT, RUNS
 
 # How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
+STOPPING = (
+    b"\nstopping: the run saves, then ends. A launcher kills it after "
+    b"TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds, by default 30\n"
+)
 STOP = "stop"  # the key under which the ranks' store counts those that were asked to stop
 OUT_OF_MEMORY = (
     "train.py: out of GPU memory: lower --tokens_per_micro_batch or --gpu_memory_utilization, or "
@@ -107,7 +111,7 @@ class Stop:
 
     def __init__(self, store: dist.Store):
         self.store = store
-        self.asked_here = False  # of this rank
+        self.asked_here = False  # by a signal to this rank
         self._listen(self._on_signal)
         # User code must be able to end a process that it has forked.
         os.register_at_fork(after_in_child=lambda: self._listen(signal.SIG_DFL))
@@ -119,7 +123,7 @@ class Stop:
     def _on_signal(self, *_):
         if not self.asked_here:
             with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, b"\nstopping: the run saves, then ends\n")
+                os.write(2, STOPPING)
         self.asked_here = True
 
     @property

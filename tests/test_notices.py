@@ -142,7 +142,7 @@ RAISED = {"tool_calls/ask": 2, "tool_exceptions/ask": 1}
      "step 1: 3 of the 4 best-paid answers were cut off by a limit"),
     ([{}, {}], outputs_of(text=CALL, tool_calls=0),
      "step 1: 6 answers look like tool calls, and none was parsed in them"),
-    ([{}, {}], outputs_of(**RAISED), "step 1: the tool 'ask' raised at 6 of its 12 calls"),
+    ([{}, {}], outputs_of(**RAISED), "step 1: the tool 'ask' raised in 6 of its 12 calls"),
 ])  # fmt: skip
 def test_a_fault_is_named_in_the_first_step_that_has_it(rows, outputs, warning):
     said = warnings_of(*rows, outputs=outputs)
