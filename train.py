@@ -340,6 +340,7 @@ def estimate_advantages(
     inputs |= {"args": args, "state": state, "step": step, "num_steps": args.num_steps}
     if "baselines" in estimate.takes:
         inputs["baselines"] = greedy_baselines(rollouts, batch.units, args)
+    set_seed(data.stable_hash(args.seed, step) % 2**32)  # all ranks draw the same numbers
     results = estimate(**{name: inputs[name] for name in estimate.takes})
     flag = f"--adv_estimator {args.adv_estimator}"
     results = [*results] if isinstance(results, tuple | list) else [results]

@@ -126,12 +126,16 @@ def test_an_estimator_gets_what_its_parameters_name(registries):
     close(acc, torch.tensor([math.nan, math.nan, 1, math.nan]), equal_nan=True)
     close(got["logprobs_rollout"], -got["mask"])
     close(got["logprobs_old"], 2 * got["mask"])
-    assert [got["step"], got["num_steps"], got["args"].turn_discount, got["more"]] == [
-        3,
-        40,
-        0.5,
-        7,
-    ]
+    assert (got["step"], got["num_steps"]) == (3, 40)
+    assert (got["args"].turn_discount, got["more"]) == (0.5, 7)
+
+
+def test_an_estimator_draws_the_same_numbers_on_every_rank(registries):
+    losses.estimator("random")(lambda mask: mask * torch.rand(()))
+    first, _ = estimated(adv_estimator="random")
+    torch.rand(3)  # as a reward of one rank may
+    again, _ = estimated(adv_estimator="random")
+    assert first.equal(again) and first.any()
 
 
 def test_batch_stats_reach_the_objective_as_columns(registries):
