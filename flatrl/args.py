@@ -464,7 +464,7 @@ def check_effects(args: Args):
     has_dual_clip = objective in ("ppo", "gspo") or objective not in OUR_OBJECTIVES
     # the flag on which others depend, whether these have an effect, and their names
     rules = [
-        ("adv_estimator", has_critic, ["lam", "critic_lr", "critic_warmup"]),
+        ("adv_estimator", has_critic, ["lam", "critic_lr"]),
         ("adv_estimator", discounts, ["gamma"]),
         ("adv_estimator", discounts or estimator == "gigpo", ["turn_discount"]),
         ("policy_loss", objective != "reinforce", ["clip_low", "clip_high"]),
