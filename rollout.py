@@ -393,6 +393,7 @@ class Engine:
                 results.append((request, ValueError(str(error))))
 
         if runs_model and self.running:
+            self.statistics["steps"] += 1
             for output in self.core.step():
                 if output.finished:
                     request = self.running.pop(output.request_id)
@@ -454,8 +455,8 @@ class Rollouts:
         trained    without greedy, filtered          what the update learns from
         compared   without all three                 those whose rewards give advantages
     errors: a dict for each rollout that failed, with its traceback.
-    statistics: sums over the engines: "tokens" sampled, "prompt_tokens" of all calls, and
-    "cached_tokens" among those."""
+    statistics: sums over the engines: "steps" of the model, "tokens" sampled, "prompt_tokens" of
+    all calls, and "cached_tokens" among those."""
 
     outputs: list[AgentLoopOutput] = field(default_factory=list)
     errors: list[dict] = field(default_factory=list)
@@ -522,6 +523,9 @@ class Rollouts:
             "throughput/prefix_cache_hit_rate": total["cached_tokens"]
             / max(1, total["prompt_tokens"]),
         }
+        if total["steps"]:
+            busy = len(self.idle_s) * self.seconds - sum(self.idle_s)
+            metrics["timing/engine_step_s"] = busy / total["steps"]
         for where, gb in memory().items():
             metrics[f"memory/{where}_gb"] = gb
         return metrics

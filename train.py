@@ -41,6 +41,7 @@ from flatrl.bad_input import RunFailed, need, pickled_state, refusing
 from flatrl.devices import offload, start_processes, wrap
 from flatrl.log import Listener, Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean, means
+from flatrl.peaks import shares_of_peaks
 from flatrl.processes import (
     Background, Stop, Stopped, all_gather, all_sum, check_ranks_agree, on_main, raise_if_stopped,
     run_as_script)
@@ -84,7 +85,7 @@ def main(args: Args):
             if args.rollout_only:
                 log.rollouts(name, rollouts.outputs, rollouts.errors)
                 run.end_step()
-                log.metrics(metrics)
+                log.metrics(metrics | shares_of_peaks(metrics, run.policy.net.model, args))
                 continue
 
             # ---- 3. rewards -> advantages, (B, T): change these lines for a method of your own
@@ -104,6 +105,7 @@ def main(args: Args):
 
             # ---- 5. log, evaluate, save
             metrics |= run.clock.read()
+            metrics |= shares_of_peaks(metrics, run.policy.net.model, args)
             eval_is_due = args.eval_every > 0 and run.done % args.eval_every == 0
             try:
                 if eval_is_due or run.done == args.num_steps:
@@ -119,6 +121,8 @@ def main(args: Args):
                 break
     except (Stopped, RunFailed) as error:  # on all ranks
         problem = error
+    finally:
+        log.wait()  # a step that failed leaves its rollouts, too
     finish(run, problem)
 
 
@@ -1080,6 +1084,7 @@ def close(run: Run):
     """Ends everything that a run holds, on all ranks together. Then the process can exit."""
     if run.pool:
         run.pool.end()  # the last evaluation may have ended it: then this does nothing
+    run.log.wait()
     run.log.notify("close")
     run.background.close()
     all_gather(None)  # waits for the other ranks: closing an engine ends the process group

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from agent_loop import RESPONSE_LISTS, AgentLoopOutput, numeric_entries, total_r
 from flatrl.bad_input import check_ids, need, reason, refusing
 from flatrl.files import read_json_lines, to_json_lines, write_whole
 from flatrl.models import versions
+from flatrl.peaks import peaks
 from flatrl.user_code import checked_number
 
 GIT = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -60,6 +63,11 @@ class Log:
         ("rollout_s", "timing/rollout_s", ".2f"),
         ("train_s", "timing/train_s", ".2f"),
     ]
+    # shares of a GPU's peaks, if these are known
+    GPU_COLUMNS = [
+        ("  mfu", "throughput/mfu", ".1%"),
+        ("  mbu", "throughput/mbu", ".1%"),
+    ]
 
     def __init__(self, args, tokenizer, steps_done: int, training_rows: str = ""):
         """steps_done: those of the checkpoint to resume. Lines of later steps are removed.
@@ -70,6 +78,9 @@ class Log:
         self.steps_done = steps_done
         self.folder = Path(args.output_dir)
         self.n_lines = 0  # of the table
+        self.columns = self.COLUMNS + (self.GPU_COLUMNS if peaks() else [])
+        self.writer = ThreadPoolExecutor(1)
+        self.writing: list[Future] = []  # its files: the rollouts of a step, and an evaluation's
         self.listeners: list[Listener] = []
         self.about = {
             "args": asdict(args),
@@ -95,7 +106,9 @@ class Log:
     def metrics(self, row: dict, rollouts=None, batch=None):
         """Writes a step's metrics: one JSON object in metrics.jsonl, one line of the table.
 
-        rollouts, batch: those of the step, if it trained."""
+        The step's rollouts are on disk by then. rollouts, batch: those of the step, if it
+        trained."""
+        row = row | {"timing/log_s": self.wait()}
         with (self.folder / "metrics.jsonl").open("ab") as file:
             file.write(to_json_lines([row]).encode(errors="backslashreplace"))
         self._say_table_line(row)
@@ -106,7 +119,7 @@ class Log:
         values = numeric_entries(row)
         titles = "     step"
         line = f"{row['step']:>4}/{self.args.num_steps:<4}"
-        for title, name, form in self.COLUMNS:
+        for title, name, form in self.columns:
             cell = format(values[name], form) if name in values else ""
             titles += f"  {title}"
             line += f"  {cell:>{len(title)}}"
@@ -116,14 +129,28 @@ class Log:
         self.say(line)
 
     def rollouts(self, name: str, outputs: list[AgentLoopOutput], errors: list[dict], batch=None):
-        """Writes rollouts/<name>.jsonl: a line for each output of the groups that --dump_rollouts
-        keeps, and one for each failure. Of images only the number is written.
+        """Starts to write rollouts/<name>.jsonl, on a thread that works beside the update.
 
-        batch: that of the step; its outputs get their advantages: a number if all sampled tokens
-        have the same, else a list."""
+        It has a line for each output of the groups that --dump_rollouts keeps, and one for each
+        failure. Of images only the number is written. batch: that of the step; its outputs get
+        their advantages: a number if all sampled tokens have the same, else a list."""
         advantages = {}  # by id: an output has no key of its own
         if batch:
             advantages = dict(zip(map(id, batch.outputs), batch["advantages"].tolist()))
+        job = self.writer.submit(self._write_rollouts, name, outputs, errors, advantages)
+        self.writing.append(job)
+
+    def wait(self) -> float:
+        """Waits until all rollouts are on disk. Returns the seconds that writing them took.
+
+        Raises an error that the thread had: a full disk, for example."""
+        seconds = 0.0
+        while self.writing:
+            seconds += self.writing.pop(0).result()
+        return seconds
+
+    def _write_rollouts(self, name, outputs, errors, advantages) -> float:
+        started = time.perf_counter()
         lines = []
         for output in outputs:
             prompt = output.extra["prompt"]
@@ -139,6 +166,7 @@ class Log:
         lines += errors
         if lines:
             write_whole(self.folder / "rollouts" / f"{name}.jsonl", to_json_lines(lines))
+        return time.perf_counter() - started
 
     def say(self, text: str):
         """Prints a text on the terminal, above the progress bars."""

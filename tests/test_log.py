@@ -2,11 +2,13 @@
 
 import itertools
 import statistics
+import threading
 
 import pytest
-from conftest import output_of, rows_of
+from conftest import HANGS, output_of, rows_of
 
 import data
+import flatrl.log
 from agent_loop import AgentLoopOutput
 from flatrl.log import Log
 from flatrl.metrics import describe_eval
@@ -27,6 +29,7 @@ def test_rollouts_are_a_line_each(tmp_path):
     ]
     errors = [{"kind": "failed_reward", "prompt": 6}]
     log.rollouts("step_000004", outputs, errors)
+    log.wait()
     first, second, third = rows_of(tmp_path / "run/rollouts/step_000004.jsonl")
     expected = vars(outputs[0]) | {"index": "row-9", "total_reward": 1.25, "images": 0}
     assert first == expected | {"turn_rewards": [[0, 0.25]], "advantages": None}
@@ -38,9 +41,47 @@ def test_rollouts_are_a_line_each(tmp_path):
     args.dump_rollouts = 0.25  # whole groups
     places = [{"prompt": prompt, "sample": sample} for prompt in range(9) for sample in (0, 1)]
     log.rollouts("step_000005", [an_output(extra=place) for place in places], errors)
+    log.wait()
     *kept, third = rows_of(tmp_path / "run/rollouts/step_000005.jsonl")
     assert [line["extra"] for line in kept] == [x for x in places if x["prompt"] in (3, 7)]
     assert third == errors[0]
+
+
+def test_metrics_are_written_when_the_rollouts_are_on_disk(tmp_path, monkeypatch):
+    log = Log(Args(output_dir=str(tmp_path)), None, 0)
+    go_on = threading.Event()
+    write_whole = flatrl.log.write_whole
+
+    def write(file, text):
+        assert go_on.wait(HANGS)
+        write_whole(file, text)
+
+    monkeypatch.setattr(flatrl.log, "write_whole", write)
+    names = ["step_000001", "eval_000001"]
+    for name in names:
+        log.rollouts(name, [an_output()], [])  # does not wait
+    assert not list(tmp_path.glob("rollouts/*"))
+    written = []
+    monkeypatch.setattr(log, "_say_table_line", lambda row: written.extend(tmp_path.rglob("*_0*")))
+    go_on.set()
+    log.metrics({"step": 1})
+    assert sorted(path.stem for path in written) == sorted(names)
+    (row,) = rows_of(tmp_path / "metrics.jsonl")
+    assert row["step"] == 1 and row["timing/log_s"] > 0
+    log.metrics({"step": 2})  # without rollouts
+    assert rows_of(tmp_path / "metrics.jsonl")[1]["timing/log_s"] == 0
+
+
+def test_rollouts_that_cannot_be_written_end_the_run(tmp_path, monkeypatch):
+    def write(file, text):
+        raise OSError(28, "No space left")
+
+    log = Log(Args(output_dir=str(tmp_path)), None, 0)
+    monkeypatch.setattr(flatrl.log, "write_whole", write)
+    log.rollouts("step_000001", [an_output()], [])
+    with pytest.raises(OSError, match="No space left"):
+        log.metrics({"step": 1})
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def evaluation(scores: list[list], rows: list[dict]) -> dict[str, float]:

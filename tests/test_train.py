@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 import types
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from test_rollout import hf_logprobs
 from transformers import AutoModelForCausalLM
 
 import data
+import flatrl.log
 import losses
 import train
 from agent_loop import BadInput
@@ -169,8 +171,26 @@ def breaks(ratio, advantages, clip_low, clip_high, clip_c):
 """
 
 
-def test_a_gradient_that_is_not_finite_costs_no_step(train_here, tmp_path, registries):
-    """Neither the steps before it, nor what estimator, sampler and KL knew after them."""
+def test_a_gradient_that_is_not_finite_costs_no_step(
+    train_here, tmp_path, registries, monkeypatch
+):
+    """Neither the steps before it, nor what estimator, sampler and KL knew after them.
+
+    Its rollouts are written before the checkpoint, although the disk is slow."""
+    write_whole = flatrl.log.write_whole
+    save = train.checkpoints.save_checkpoint
+    written = []
+
+    def write_slowly(*what):
+        time.sleep(0.2)
+        write_whole(*what)
+
+    def look_and_save(run):
+        written.append((run.folder / f"rollouts/step_{run.done + 1:06d}.jsonl").exists())
+        save(run)
+
+    monkeypatch.setattr(flatrl.log, "write_whole", write_slowly)
+    monkeypatch.setattr(train.checkpoints, "save_checkpoint", look_and_save)
     (tmp_path / "breaks.py").write_text(SAMPLED + BREAKS)
     flags = [*TINY, "--task", tmp_path / "breaks.py", "--policy_loss", "breaks", "--num_steps", "4"]
     flags += ["--adv_estimator", "growing", "--kl_coef", "0.05", "--kl_in", "reward"]
@@ -178,6 +198,8 @@ def test_a_gradient_that_is_not_finite_costs_no_step(train_here, tmp_path, regis
     flags += ["--deterministic", "--output_dir", tmp_path / "run"]
     with pytest.raises(BadInput, match="the gradient norm is nan"):
         train_here(*flags)
+    assert written == [True]
+    monkeypatch.setattr(flatrl.log, "write_whole", write_whole)
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1, 2]
     train_here(*flags, "--resume")
     resumed = metrics_of(tmp_path / "run")
