@@ -3,7 +3,9 @@
     rows        load_task, load_rows and filter_overlong give the rows, each with a prompt.
                 prompt_order shuffles them.
     batches     Batch holds a step's outputs, their tensors (right-padded) and their units, always
-                aligned. place_rewards puts rewards on tokens.
+                aligned.
+    credit      EndToEnd lays the tokens of each unit end to end. place_rewards puts rewards on
+                them, and estimator_inputs gives an estimator what it asks for.
     packing     micro_batches_of_this_rank and pack_rows prepare the network's inputs: rows end to
                 end without padding, and each shared prefix only once. flatrl/attention.py
                 implements the attention.
@@ -14,12 +16,11 @@ more letters: L tokens in the longest sequence, and P tokens that go through the
 Every rank holds the batch of the whole step (token ids and images are small), so advantages and
 mini-batches are computed globally. Then each rank works on its own rows."""
 
+import bisect
 import functools
 import hashlib
-import itertools
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
@@ -35,6 +36,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import losses
 from agent_loop import (
+    AgentLoopOutput,
     agent_loop_class,
     chat_template,
     outcome,
@@ -51,8 +53,8 @@ from flatrl.hints import told_outputs, told_prompt
 from flatrl.launch import Bar
 from flatrl.metrics import grouped, parts_of_units
 from flatrl.processes import on_main
-from flatrl.routes import decode_routes
-from flatrl.rows import as_text, check_demonstration, check_row, check_tokenizer, tool_schemas
+from flatrl.routes import decode_routes, pack_routes
+from flatrl.rows import as_text, check_row, check_tokenizer, tool_schemas
 from flatrl.tables import Rows, prompt_order, read_files, rows_of  # noqa: F401 (re-exported)
 from flatrl.units import Outputs, last_outputs, unit_of
 from flatrl.vision import expand, load_images, prefix_ids_of
@@ -115,9 +117,8 @@ def load_rows(
             rows = read_files(files)
         else:
             rows = task.load(split)
-            if getattr(rows, "features", None):  # a datasets.Dataset
-                rows = rows_of(rows)
-            rows = list(rows)
+            is_dataset = getattr(rows, "features", None)
+            rows = list(rows_of(rows) if is_dataset else rows)
     need(len(rows) or split == "val", f"{source} has no rows")
     system_prompt = getattr(task, "SYSTEM_PROMPT", None)
 
@@ -129,9 +130,8 @@ def load_rows(
             prompt.insert(0, {"role": "system", "content": system_prompt})
         return row
 
-    if files:
-        return Rows(checked, range(len(rows)))
-    return [checked(number) for number in range(len(rows))]
+    numbers = range(len(rows))
+    return Rows(checked, numbers) if files else [*map(checked, numbers)]
 
 
 def demonstrated(rows: Sequence[dict], only: bool) -> Sequence[dict]:
@@ -168,9 +168,6 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     def check_all() -> np.ndarray:
         lengths = [length_of(row) for row in Bar(rows, "prompts")]
         check_tokenizer(tokenizer, chat_tokenizer, rows[0], task, args)
-        # An evaluation, which sets --imitation_steps 0, plays none.
-        if args.num_steps and args.imitation_steps != 0:
-            check_demonstration(rows, chat_tokenizer, args)
         return np.array(lengths)
 
     lengths = on_main(check_all)
@@ -267,13 +264,6 @@ def stable_hash(*parts) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _group_label(output):
-    """Returns the integer label of an output's group, by default that of all its prompt's."""
-    name = output.group or output.unit
-    prompt = output.extra["prompt"]
-    return stable_hash(prompt, name) if name else prompt
-
-
 def by_unit(outputs: Outputs) -> Units:
     """Returns the Units of some outputs, in the order of their first outputs.
 
@@ -287,12 +277,17 @@ def by_unit(outputs: Outputs) -> Units:
     for unit, output in zip(index, outputs):
         response_lengths[unit] += len(output.response_ids)
         turn_rewards[unit] += sum(reward for _, reward in output.turn_rewards)
+    prompts = [output.extra["prompt"] for output in last]
+    groups = []
+    for prompt, output in zip(prompts, last):
+        name = output.group or output.unit
+        groups.append(stable_hash(prompt, name) if name else prompt)
     return Units(
         # An explicit dtype, because user code may have changed torch's default.
         outcomes=torch.tensor([outcome(output) for output in last], dtype=torch.float32),
         turn_rewards=torch.tensor(turn_rewards, dtype=torch.float32),
-        groups=torch.tensor([_group_label(output) for output in last]),
-        prompts=torch.tensor([output.extra["prompt"] for output in last]),
+        groups=torch.tensor(groups),
+        prompts=torch.tensor(prompts),
         response_lengths=torch.tensor(response_lengths),
         names=[output.unit for output in last],
         unit_of_row=torch.tensor(index),
@@ -338,12 +333,11 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     versions = padded([output.response_versions for output in outputs], padding=-1)
     # Demonstrated tokens have mask 1, but version -1, because no weights sampled them.
     is_imitated = mask.bool() & (versions < 0)
+    ids = [np.concatenate([output.prompt_ids, output.response_ids]) for output in outputs]
     prompt_lengths = torch.tensor([len(output.prompt_ids) for output in outputs])
     response_lengths = torch.tensor([len(output.response_ids) for output in outputs])
     tensors = {
-        "input_ids": padded(
-            [np.concatenate([output.prompt_ids, output.response_ids]) for output in outputs]
-        ),
+        "input_ids": padded(ids),
         "lengths": prompt_lengths + response_lengths,
         "prompt_lengths": prompt_lengths,
         "response_lengths": response_lengths,
@@ -417,94 +411,63 @@ def make_batch(outputs: Outputs, processor=None) -> Batch:
     return Batch(outputs, collate(outputs, image_token_id))
 
 
-def select_rows(tensors: dict, rows: Sequence[int]) -> dict:
-    """Returns these rows of all tensors (`collate`), without columns that are only padding."""
-    longest_sequence = max(tensors["lengths"][rows].tolist(), default=0)
-    longest_response = max(tensors["response_lengths"][rows].tolist(), default=0)
+def select_rows(tensors: dict, rows: list[int]) -> dict:
+    """Returns these rows of all tensors (`collate`). They keep their padding."""
     selected = {}
     for name, column in tensors.items():
         if isinstance(column, dict):
             selected[name] = select_rows(column, rows)
         elif isinstance(column, list):
             selected[name] = [column[row] for row in rows]
-        elif column.ndim == 1:
-            selected[name] = column[rows]
         else:
-            is_sequence = name in ("input_ids", "prefix_ids")
-            width = longest_sequence if is_sequence else longest_response
-            selected[name] = column[rows, :width]
+            selected[name] = column[rows]
     return selected
 
 
 class EndToEnd:
     """Lays the sampled tokens of each unit end to end, so that estimators see one sequence.
 
-    A token (b, t) of the batch gets a place (n, s): n is its unit, and s counts from 0 within
-    the unit. In this example, unit 0 has two outputs, the first with two turns:
+    A sampled token (b, t) of the batch gets a place (n, s): n is its unit, and s counts from 0
+    within the unit. One empty place precedes each turn, so that turns stay separate runs of 1s. In
+    this example, unit 0 has two outputs, the first with two turns:
 
-        output   unit   response_mask   places of the sampled tokens
-        0        0      1 1 0 0 1       1 2 . . 4
-        1        0      1 1             6 7
+        output   unit   response_mask   places        unit   mask
+        0        0      1 1 0 0 1       1 2 . . 4     0      0 1 1 0 1 0 1 1
+        1        0      1 1             6 7           1      0 1 1 0 0 0 0 0
         2        1      0 1 1           . 1 2
 
-        unit   mask
-        0      0 1 1 0 1 0 1 1
-        1      0 1 1 0 0 0 0 0
-
-    One empty place precedes each turn, so that turns stay separate runs of 1s. If output 1 went on
-    in the middle of output 0's last turn, none would precede it, and its places would be 5 6.
+    If output 1 continued output 0 in the middle of a turn, its places would be 5 6.
 
     mask: (N, S) 1 at the places of tokens, 0 at empty ones. This is the estimators' mask.
-    sampled: (B, T) True where a token was sampled, and so has a place.
-    nearest_place: (B, T) the place s of the token or, if it was not sampled, of the last sampled
-        token before it, else of the output's first one; 0 in an output without any."""
+    last_places: (N,) of each unit's last token; 0 in a unit without any."""
 
     def __init__(self, batch: Batch):
-        self.n_units = len(batch.units.outcomes)
         self.sampled = batch["response_mask"].bool()
-        # A sampled token takes one place, the first one of a turn also the empty place before it.
-        # In the example above: 2 1 0 0 2, 2 1, and 0 2 1.
+        # A turn's first token also takes the empty place before it. Above: 2 1 0 0 2, 2 1, 0 2 1.
         widths = self.sampled.int() + losses.turn_starts(self.sampled)  # (B, T)
-        starts = self._starts(batch, widths.sum(1).tolist())  # (B, 1)
-        # Tokens that were not sampled have width 0, so they get the place of the last sampled one
-        # before them or, by the clamp, of the output's first. Above: 1 2 2 2 4, 6 7, and 1 1 2.
-        nearest = widths.cumsum(1, dtype=torch.int32) + (starts - 1)
-        nearest.clamp_(min=starts + 1)
-        self.nearest_place = nearest.where(self.sampled.any(1, keepdim=True), 0)
-
-        units = batch.units.unit_of_row[:, None].expand_as(self.sampled)
-        # Unit and place of the n sampled tokens, in the batch's order: (n,) each.
-        self.places = units[self.sampled], self.nearest_place[self.sampled].long()
-        self.mask = self.to_units(torch.ones_like(batch["response_mask"]))
-
-    def _starts(self, batch: Batch, widths: list[int]) -> Tensor:
-        """Returns the place at which each output begins in its unit, (B, 1).
-
-        widths: the number of places of each output. Above: 5 3 3, so that it begins at 0 5 0."""
-        starts = []
-        ends = [0] * self.n_units
+        taken = [0] * len(batch.units.names)  # the places of each unit so far
+        offsets = []  # the place at which each output begins; above: 0 5 0
         previous = {}  # unit -> its previous output
-        units = batch.units.unit_of_row.tolist()
-        for unit, output, width in zip(units, batch.outputs, widths):
-            start = ends[unit]
-            before = previous.get(unit)
-            # Whether it goes on exactly where the one before was cut, in a turn.
-            if before and before.response_mask[-1:] == output.response_mask[:1] == [1]:
-                if output.prompt_ids == before.prompt_ids + before.response_ids:
-                    start -= 1  # its empty place is that of the last token before
-            starts.append(start)
-            ends[unit] = start + width
+        for row, unit in enumerate(batch.units.unit_of_row.tolist()):
+            output = batch.outputs[row]
+            if unit in previous and _continues_turn(previous[unit], output):
+                widths[row, 0] = self.sampled[row, 0]
             previous[unit] = output
-        return torch.tensor(starts, dtype=torch.int32)[:, None]
+            offsets.append(taken[unit])
+            taken[unit] += widths[row].sum().item()
+        self.shape = len(taken), max([1, *taken])
+        self.last_places = torch.tensor(taken).sub(1).clamp(min=0)
+
+        # The place of each token; if it was not sampled, that of the last sampled one before it.
+        self.place = widths.cumsum(1) + torch.tensor(offsets)[:, None] - 1  # (B, T)
+        # Unit and place of the n sampled tokens, (n,) each.
+        row, _ = self.sampled.nonzero(as_tuple=True)
+        self.places = batch.units.unit_of_row[row], self.place[self.sampled]
+        self.mask = self.to_units(torch.ones_like(batch["response_mask"]))
 
     def to_units(self, x: BT) -> NS:
         """Moves values of tokens to their places. Empty places get 0."""
-        _, place = self.places
-        width = 1
-        if len(place):
-            width = place.max().item() + 1
-        zeros = x.new_zeros(self.n_units, width)
-        return zeros.index_put(self.places, x[self.sampled])
+        return x.new_zeros(self.shape).index_put(self.places, x[self.sampled])
 
     def to_outputs(self, x: NS) -> BT:
         """Moves values of places back to their tokens. Tokens without a place get 0."""
@@ -512,44 +475,52 @@ class EndToEnd:
         return zeros.masked_scatter(self.sampled, x[self.places].type_as(zeros))
 
 
+def _continues_turn(before: AgentLoopOutput, output: AgentLoopOutput) -> bool:
+    """Returns whether an output goes on exactly where the one before it was cut, in a turn."""
+    both_sampled = before.response_mask[-1:] == output.response_mask[:1] == [1]
+    return both_sampled and output.prompt_ids == before.prompt_ids + before.response_ids
+
+
 def place_rewards(batch: Batch, terminal: N) -> NS:
     """Returns the reward at each place of `EndToEnd`. A row adds up to its unit's whole reward.
 
     terminal: the terminal rewards. Each goes to the last sampled token of its unit. A turn reward
-    goes to the `nearest_place` of its token. Without any sampled token (in the unit or, for a turn
-    reward, in its output), a reward goes to place 0 of the unit. That place is empty, so no token
-    gets credit, but the unit's sum counts it."""
+    goes to the last sampled token up to its own or, if there is none, to the output's first one.
+    Without any sampled token (in the unit or, for a turn reward, in its output), a reward goes to
+    place 0 of the unit. That place is empty, so no token gets credit, but the unit's sum counts
+    it."""
     layout = batch.layout
     rewards = torch.zeros_like(layout.mask)
-    units = batch.units.unit_of_row.tolist()
-    for unit, output, nearest_place in zip(units, batch.outputs, layout.nearest_place):
+    units = batch.units.unit_of_row
+    for row, output in enumerate(batch.outputs):
+        sampled = layout.sampled[row].nonzero().flatten()
         for token, reward in output.turn_rewards:
-            place = nearest_place[token]
-            rewards[unit, place] += reward
-
-    places = torch.arange(layout.mask.shape[1])
-    last_places = (layout.mask * places).long().amax(1)  # (N,), 0 without sampled tokens
-    rewards[torch.arange(len(terminal)), last_places] += terminal
+            place = 0
+            if len(sampled):
+                place = layout.place[row, max(token, sampled[0])]
+            rewards[units[row], place] += reward
+    rewards[torch.arange(len(terminal)), layout.last_places] += terminal
     return rewards
 
 
-def turn_states(outputs: Outputs, turns: list[int]) -> Turns:
+def turn_states(batch: Batch) -> Turns:
     """Returns an integer for each sampled turn of all units, unit by unit.
 
-    Equal integers mean the same state in the same group. turns: the number of turns of each unit.
-    States are the items of metrics["states"], which a task's reward function may set, compared by
-    value; by default the turn's index in its unit. Raises ValueError if they are not one a turn."""
-    given = defaultdict(list)
-    for output in outputs:
-        given[unit_of(output)] += output.metrics.get("states", [])
+    Equal integers mean the same state in the same group. States are the items of
+    metrics["states"], which a task's reward function may set, compared by value; by default the
+    turn's index in its unit. Raises ValueError if they are not one a turn."""
+    units = batch.units
+    given = [[] for _ in units.names]
+    for unit, output in zip(units.unit_of_row.tolist(), batch.outputs):
+        given[unit] += output.metrics.get("states", [])
+    n_turns = losses.turn_starts(batch.layout.mask).sum(1).tolist()
     labels = []
-    for output, n_turns in zip(last_outputs(outputs), turns, strict=True):
-        if not n_turns:  # in a demonstration, for example
+    for group, states, n in zip(units.groups.tolist(), given, n_turns):
+        if n == 0:  # in a demonstration, for example
             continue
-        states = given[unit_of(output)] or list(range(n_turns))
-        if len(states) != n_turns:
-            raise ValueError(f"metrics['states'] has {len(states)} states for {n_turns} turns")
-        group = _group_label(output)
+        states = states or range(n)
+        if len(states) != n:
+            raise ValueError(f"metrics['states'] has {len(states)} states for {n} turns")
         labels += [stable_hash(group, as_text(state)) for state in states]
     return torch.tensor(labels, dtype=torch.long)
 
@@ -558,6 +529,7 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
     """Returns the inputs of an estimator that follow from the batch. takes: those it asks for."""
     units = batch.units
     layout = batch.layout
+    last = last_outputs(batch.outputs)
     inputs = {
         "rewards": batch.shaped_rewards,
         "outcomes": units.outcomes,
@@ -565,7 +537,7 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
         "prompts": units.prompts,
         "names": units.names,
         "lengths": layout.mask.sum(1),  # sampled tokens of each unit; batch["lengths"] has all
-        "truncated": torch.tensor([output.truncated for output in last_outputs(batch.outputs)]),
+        "truncated": torch.tensor([output.truncated for output in last]),
         "mask": layout.mask,
         "token_rewards": batch.token_rewards,
     }
@@ -573,13 +545,13 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
         if name not in inputs and name in batch:  # such as values or entropy
             inputs[name] = layout.to_units(batch[name])
     if "states" in takes:
-        inputs["states"] = turn_states(batch.outputs, turns_of_units(batch))
+        inputs["states"] = turn_states(batch)
     if "parts" in takes:
         parts = parts_of_units(batch.outputs)
-        inputs["parts"] = {
-            name: torch.tensor([part.get(name, math.nan) for part in parts], dtype=torch.float32)
-            for name in sorted(set().union(*parts))
-        }
+        inputs["parts"] = {}
+        for name in sorted(set().union(*parts)):
+            numbers = [part.get(name, math.nan) for part in parts]
+            inputs["parts"][name] = torch.tensor(numbers, dtype=torch.float32)
     if "outputs" in takes:
         order = units.unit_of_row.argsort(stable=True)
         inputs["outputs"] = [batch.outputs[row] for row in order]
@@ -591,25 +563,16 @@ def expanded_to_tokens(numbers, mask: NS, name: str) -> NS:
 
     name: what the message calls the numbers. Raises BadInput if they have another shape, or are
     not finite at a token."""
-    given = f"type {type(numbers).__name__}"
-    is_right = False
-    if isinstance(numbers, Tensor):
-        given = f"shape {tuple(numbers.shape)}"
-        if numbers.shape == mask.shape[:1]:
-            numbers = numbers[:, None].expand_as(mask)
-        if numbers.shape == mask.shape:
-            is_right = numbers[mask.bool()].isfinite().all()
+    given = getattr(numbers, "shape", type(numbers))
+    if isinstance(numbers, Tensor) and given == mask.shape[:1]:
+        numbers = numbers[:, None].expand_as(mask)
+    is_right = isinstance(numbers, Tensor) and numbers.shape == mask.shape
     need(
-        is_right,
-        f"{name} of the {given}: it must be a finite tensor with one number for each unit, "
+        is_right and numbers[mask.bool()].isfinite().all(),
+        f"{name} of {given}: it must be a finite tensor with one number for each unit, "
         f"(N,) = {tuple(mask.shape[:1])}, or for each token, (N, S) = {tuple(mask.shape)}",
     )
     return numbers
-
-
-def turns_of_units(batch: Batch) -> list[int]:
-    """Returns the number of sampled turns of each unit."""
-    return losses.turn_starts(batch.layout.mask).sum(1).tolist()
 
 
 def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]]:
@@ -623,16 +586,18 @@ def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(present), generator=generator)
         for part in present[order].tensor_split(n):
-            if len(part):
-                yield torch.isin(prompts, part).nonzero().flatten().tolist()
+            rows = torch.isin(prompts, part).nonzero().flatten()
+            if len(rows):
+                yield rows.tolist()
 
 
 def columns_of(batch: dict, micro: "MicroBatch", names: Sequence[str], device) -> dict:
     """Returns the named tensors of a micro-batch's rows, (b, T), on a device; 0 for a filler."""
-    columns = to_device({name: batch[name][micro.rows] for name in names}, device)
-    if micro.is_filler:
-        columns = {name: torch.zeros_like(column) for name, column in columns.items()}
-    return columns
+    columns = {}
+    for name in names:
+        column = batch[name][micro.rows]
+        columns[name] = torch.zeros_like(column) if micro.is_filler else column
+    return to_device(columns, device)
 
 
 def count_globally(batch: dict, rows: list[int], names: Sequence[str]) -> dict[str, float]:
@@ -676,42 +641,28 @@ class MicroBatch:
     shared: list[int]
     is_filler: bool = False
 
-    def select(self, positions: list[int], is_filler: bool = False) -> "MicroBatch":
-        """Returns a micro-batch of the rows at some positions of this one.
 
-        Rows i < j have min(shared[i + 1], ..., shared[j]) tokens in common."""
-        positions = sorted(positions)
-        shared = [0]
-        for before, position in itertools.pairwise(positions):
-            between = self.shared[before + 1 : position + 1]
-            shared.append(min(between))
-        return MicroBatch(
-            [self.rows[position] for position in positions],
-            [self.lengths[position] for position in positions],
-            shared,
-            is_filler,
-        )
-
-
-def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
-    """Returns some rows of a batch as one MicroBatch."""
+def in_prefix_order(batch: dict, rows: Sequence[int], is_packed: bool = True) -> MicroBatch:
+    """Returns some rows of a batch as one MicroBatch. Unless it is packed, they share nothing."""
     ids = batch.get("prefix_ids", batch["input_ids"])  # (B, L)
-    tokens_of = {}  # row -> its tokens, without padding: other rows may be many times as long
-    for row in rows:
-        tokens = ids[row, : batch["lengths"][row]]
-        tokens_of[row] = tokens.int().numpy()
+    lengths = batch["lengths"]
+    # Without padding: other rows may be many times as long.
+    tokens_of = {row: ids[row, : lengths[row]].int().numpy() for row in rows}
 
     # Any order that keeps equal prefixes together will do, and bytes compare fast.
     rows = sorted(rows, key=lambda row: tokens_of[row].tobytes())
     sequences = [tokens_of[row] for row in rows]
-    shared = [0]
-    for before, after in itertools.pairwise(sequences):
-        # Neighbours share the tokens before the first difference or the end of the shorter one.
-        n = min(len(before), len(after))
-        differs = before[:n] != after[:n]
-        shared.append(int(differs.argmax()) if differs.any() else n)
-    lengths = [len(tokens) for tokens in sequences]
-    return MicroBatch(rows, lengths, shared)
+    shared = [0] * len(rows)
+    if is_packed:
+        shared[1:] = map(_common_prefix, sequences, sequences[1:])
+    return MicroBatch(rows, lengths[rows].tolist(), shared)
+
+
+def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    """Returns the number of tokens with which both sequences begin."""
+    n = min(len(first), len(second))
+    differs = first[:n] != second[:n]
+    return int(differs.argmax()) if differs.any() else n
 
 
 def balance(lengths: list[int], n: int) -> list[list[int]]:
@@ -731,13 +682,13 @@ def balance(lengths: list[int], n: int) -> list[list[int]]:
 
 @dataclass
 class Part:
-    """Some rows of `whole`, a MicroBatch of all rows that are to be divided."""
+    """Some rows of a batch that are to go through the network together."""
 
-    positions: list[int]  # in `whole`
+    rows: list[int]  # their numbers in the batch
     n_tokens: int  # at most so many go through the network for them
 
 
-def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
+def _runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
     """Cuts rows in prefix order into runs of neighbours that share prefixes, none too long."""
     runs = []
     n_rows = len(whole.rows)
@@ -756,36 +707,34 @@ def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
             middle = (start + end - 1) // 2  # of rows 0 to 5 it is 2: cut before 3, 4 or 5
             second_half = range(end - 1, middle, -1)
             end = min(second_half, key=whole.shared.__getitem__)
-        positions = list(range(start, end))
-        n_tokens = sizes[len(positions) - 1]
-        runs.append(Part(positions, n_tokens))
+        runs.append(Part(whole.rows[start:end], sizes[end - start - 1]))
         start = end
     return runs
 
 
-def _fill_packed(whole: MicroBatch, max_tokens: int) -> list[Part]:
+def _packed_parts(whole: MicroBatch, max_tokens: int) -> list[Part]:
     """Divides rows into parts, run by run: the longest first, each to the first with room."""
-    runs = _cut_into_runs(whole, max_tokens)
+    runs = _runs(whole, max_tokens)
     runs.sort(key=lambda run: run.n_tokens, reverse=True)
-    positions = [[] for _ in runs]  # one list for each part; the last ones stay empty
-    room = np.full(len(runs), max_tokens)
+    rows = [[] for _ in runs]  # of each part; the last ones stay empty
+    sizes = np.zeros(len(runs), int)
     for run in runs:
-        first = np.argmax(room >= run.n_tokens)  # the first part with room
-        room[first] -= run.n_tokens
-        positions[first] += run.positions
-    sizes = (max_tokens - room).tolist()
-    return [Part(taken, size) for taken, size in zip(positions, sizes) if taken]
+        first = np.argmax(sizes + run.n_tokens <= max_tokens)  # the first part with room
+        sizes[first] += run.n_tokens
+        rows[first] += run.rows
+    parts = map(Part, rows, sizes.tolist())
+    return [part for part in parts if part.rows]
 
 
-def _fill_padded(whole: MicroBatch, max_tokens: int) -> list[Part]:
+def _padded_parts(whole: MicroBatch, max_tokens: int) -> list[Part]:
     """Divides rows into parts of similar lengths, each padded to its longest row."""
-    order = sorted(range(len(whole.rows)), key=whole.lengths.__getitem__, reverse=True)
+    lengths = dict(zip(whole.rows, whole.lengths))
+    rows = sorted(whole.rows, key=lengths.get, reverse=True)
     parts = []
-    while order:
-        longest = whole.lengths[order[0]]
-        n_rows = max_tokens // longest
-        taken = order[:n_rows]
-        order = order[n_rows:]
+    while rows:
+        longest = lengths[rows[0]]
+        n = max_tokens // longest
+        taken, rows = rows[:n], rows[n:]
         parts.append(Part(taken, len(taken) * longest))
     return parts
 
@@ -803,41 +752,33 @@ def micro_batches_of_this_rank(
     micro-batches as that allows, and about equal in size. All ranks get the same number, because
     DDP counts backward passes: a rank with fewer gets fillers."""
     n_ranks = dist.get_world_size()
-    whole = in_prefix_order(batch, rows)
-    fill = _fill_packed if is_packed else _fill_padded
-    if not is_packed:
-        whole.shared = [0] * len(whole.rows)
-    parts = _equal_parts(whole, max_tokens, n_ranks, fill)
-    shares = balance([part.n_tokens for part in parts], n_ranks)
-    # The largest first: the smaller ones fit into the memory that it leaves.
-    share = shares[dist.get_rank()]
-    share.sort(key=lambda k: -parts[k].n_tokens)
-    micros = [whole.select(parts[k].positions) for k in share]
-    n_missing = max(map(len, shares)) - len(micros)
-    # A filler has the shortest row, because its results are not used.
-    shortest = whole.lengths.index(min(whole.lengths))
-    filler = whole.select([shortest], is_filler=True)
-    return micros + [filler] * n_missing
-
-
-def _equal_parts(whole: MicroBatch, max_tokens: int, n_ranks: int, fill: Callable) -> list[Part]:
-    """Divides rows into the micro-batches of all ranks.
-
-    fill(whole, budget) divides them into parts of at most `budget` tokens. Bisects for a small
-    budget that needs no more of them: they are then of about equal size."""
+    whole = in_prefix_order(batch, rows, is_packed)
+    divide = _packed_parts if is_packed else _padded_parts
     longest = max(whole.lengths)
     max_tokens = max(max_tokens, longest)
-    n_needed = len(fill(whole, max_tokens))
+    n_needed = len(divide(whole, max_tokens))
     at_most = math.ceil(n_needed / n_ranks) * n_ranks  # the same number for each rank
-    low = longest
-    high = max_tokens
-    while low < high:
-        middle = (low + high) // 2
-        if len(fill(whole, middle)) <= at_most:
-            high = middle
-        else:
-            low = middle + 1
-    return fill(whole, low)
+
+    def is_enough(budget: int) -> bool:
+        return len(divide(whole, budget)) <= at_most
+
+    # A small budget that needs no more parts makes them about equal in size.
+    budgets = range(longest, max_tokens)
+    budget = longest + bisect.bisect_left(budgets, True, key=is_enough)
+    parts = divide(whole, budget)
+    # The largest first: the smaller ones fit into the memory that it leaves.
+    parts.sort(key=lambda part: part.n_tokens, reverse=True)
+    shares = balance([part.n_tokens for part in parts], n_ranks)
+    micros = []
+    for k in shares[dist.get_rank()]:
+        rows_of_part = sorted(parts[k].rows)
+        micros.append(in_prefix_order(batch, rows_of_part, is_packed))
+    # A filler has the shortest row, because its results are not used.
+    shortest = whole.lengths.index(min(whole.lengths))
+    filler = in_prefix_order(batch, [whole.rows[shortest]])
+    filler.is_filler = True
+    n_missing = max(map(len, shares)) - len(micros)
+    return micros + [filler] * n_missing
 
 
 def pack(
@@ -904,6 +845,7 @@ def pack_rows(
     device,
     is_packed: bool = True,
     top_k: int = 0,
+    has_routers: bool = False,
 ) -> dict:
     """Returns the network's inputs for R rows, and where to read the predictions.
 
@@ -911,6 +853,7 @@ def pack_rows(
         inputs    of the model, see below
         images    for `Vision`: (token ids, PIL images, tokens shared) of each row, or []
         top_k     how many of the likeliest ids a Policy gives for each token
+        routes    for `Routers`, if the network has any
         source, targets, prediction, at, shape
                   which tokens are predicted, and from where: see `_predictions`
 
@@ -931,10 +874,12 @@ def pack_rows(
 
     result = {
         "inputs": inputs,
-        "images": _images_of_rows(batch, micro),
+        "images": _images_of_rows(batch, micro) if "images" in batch else [],
         "top_k": top_k,
         **_predictions(batch, micro, ids, slots),
     }
+    if has_routers:
+        result["routes"] = pack_routes(batch, micro, slots)
     return to_device(result, device)
 
 
@@ -966,18 +911,17 @@ def _predictions(batch: dict, micro: MicroBatch, ids: BL, slots: BL) -> dict:
     targets = ids[row, index]  # (n,)
     if "ref_top_ids" in batch:
         top_ids = batch["ref_top_ids"][micro.rows][row, column]  # (n, K)
-        unique_sources = sources
-        unique_targets = torch.cat([targets[:, None], top_ids], 1)
+        targets = torch.cat([targets[:, None], top_ids], 1)
         prediction = torch.arange(len(row))
     else:
         # Each pair becomes one integer, because unique(dim=1) takes microseconds per column.
         pairs = sources * ID_LIMIT + targets
         unique_pairs, prediction = pairs.unique(return_inverse=True)  # (M,), (n,)
-        unique_sources = unique_pairs // ID_LIMIT
-        unique_targets = unique_pairs % ID_LIMIT
+        sources = unique_pairs // ID_LIMIT
+        targets = unique_pairs % ID_LIMIT
     return {
-        "source": unique_sources,
-        "targets": unique_targets,
+        "source": sources,
+        "targets": targets,
         "prediction": prediction,
         "at": (row, column),
         "shape": mask.shape,
@@ -986,12 +930,11 @@ def _predictions(batch: dict, micro: MicroBatch, ids: BL, slots: BL) -> dict:
 
 def _images_of_rows(batch: dict, micro: MicroBatch) -> list[tuple]:
     """Returns (token ids, PIL images, tokens shared) of each row, or [] without any image."""
-    images_of_row = batch.get("images")
-    if not images_of_row or not any(images_of_row[row] for row in micro.rows):
+    if not any(batch["images"][row] for row in micro.rows):
         return []
     found = []
     for row, length, n_shared in zip(micro.rows, micro.lengths, micro.shared):
         # An array stays on the host, unlike a tensor.
         ids = batch["input_ids"][row, :length].numpy()
-        found.append((ids, images_of_row[row], n_shared))
+        found.append((ids, batch["images"][row], n_shared))
     return found

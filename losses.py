@@ -147,32 +147,24 @@ _OBJECTIVE_INPUTS = """
 def estimator(name: str) -> Callable:
     """Registers a function that computes advantages, for `--adv_estimator name`.
 
-    Name the inputs you want as parameters. Each describes a whole batch of N units, those of
+    Name the inputs you want as parameters. They describe a whole batch of N units, those of
     demonstrations included, whose mask is 0 everywhere:
-        rewards        (N,) shaped and turn rewards times --reward_coef, minus a KL in the reward
-        outcomes       (N,) terminal rewards as the task gave them
-        groups         (N,) labels of units to compare; needs a --group_size above 1
-        prompts        (N,) numbers of the prompts
-        names          N strings, the units' names as the agent loops gave them
-        lengths        (N,) mask-1 tokens of the unit, summed over its outputs
-        truncated      (N,) bool, True if a length or turn limit cut the unit's last output off
-        baselines      (N,) reward of a greedy rollout of the same prompt, which each group then
-                       gets; NaN where that failed
-        parts          {name: (N,)} the numbers in the task's reward dicts, except "score", or NaN
-        outputs        the AgentLoopOutputs, those of unit 0 first; by default one for each unit
-        states         (turns,) see `gigpo_advantages`
-        mask           (N, S) mask of the unit's outputs, laid end to end. A column with mask 0
-                       precedes each turn: 0 1 1 0 1 is two turns (data.EndToEnd).
-        token_rewards  (N, S) the reward at each token, the terminal one at the last mask-1 token,
-                       or in column 0 if the unit has none
-        values         (N, S) predictions of a critic. If you ask for values, a critic is trained.
+        rewards, outcomes    (N,) shaped, as token_rewards add up; terminal, as the task gave them
+        groups, prompts      (N,) labels of units to compare; numbers of the prompts
+        names, outputs       the units' names; the AgentLoopOutputs, those of unit 0 first
+        lengths, truncated   (N,) mask-1 tokens; True if a limit cut the unit's last output off
+        baselines            (N,) reward of a greedy rollout of the prompt; NaN where that failed
+        parts                {name: (N,)} the numbers in the task's reward dicts, or NaN
+        states               (turns,) see `gigpo_advantages`
+        mask                 (N, S) of the unit's outputs, laid end to end. A column with mask 0
+                             precedes each turn: 0 1 1 0 1 is two turns (data.EndToEnd).
+        token_rewards        (N, S) the terminal reward at the unit's last mask-1 token, or in
+                             column 0 if it has none
+        values               (N, S) of a critic, which is trained if you ask for them
         entropy, logprobs_old, logprobs_rollout, logprobs_ref, versions
-                       (N, S) each. versions: of the weights that sampled the token. entropy and
-                       logprobs_old cost a pass of the policy before the update. logprobs_ref needs
-                       --ref_model, --kl_coef or --hints.
-        state          a dict that keeps what you put in it from step to step and in checkpoints
-        step           the number of the step, from 0
-        num_steps, args   the flag, and all flags
+                             (N, S) as in `objective`; the first two cost a pass of the policy
+        state                a dict that keeps what you put in it, also in checkpoints
+        step, num_steps, args   the step's number, from 0; the flag; all flags
     Return advantages, (N, S), or (N,) if all tokens of a unit have the same. With `values`,
     return a tuple: advantages and returns, both (N, S). A dict at the end of a tuple has
     `batch_stats` for the objective: {name: (N, S), (N,) or a number}. Parameters with a default
@@ -185,25 +177,20 @@ def objective(name: str) -> Callable:
 
     It sees one MICRO-BATCH: leave a sum or a quantile to an estimator, which returns them as
     `batch_stats`. Name the inputs you want as parameters. Tensors are (B, T), and 0 where the mask
-    is 0:
-        logprobs, entropy             with gradient
-        ratio                         exp(logprobs - logprobs_old), with gradient
-        logprobs_old, advantages      constants
-        batch_stats                   {name: (B, T)}, constants from the estimator
-        logprobs_rollout              constant, from the engine
-        logprobs_ref                  constant; needs --ref_model, --kl_coef or --hints
-        versions                      of the weights that sampled the token
-        mask                          bool
-        demonstrated                  bool, True at the assistant's tokens of demonstrations, where
-                                      the mask is 0. If you ask for it, inputs are given and your
-                                      loss counts there, too; else it is -logprobs there.
+    is 0. Only logprobs, ratio and entropy have a gradient:
+        logprobs, logprobs_old, logprobs_rollout, logprobs_ref, mask   see above. logprobs_ref
+                              needs --ref_model, --kl_coef or --hints.
+        ratio                 exp(logprobs - logprobs_old)
+        entropy, advantages, versions   versions: of the weights that sampled the token
+        demonstrated          True at the assistant's tokens of demonstrations, where the mask is 0.
+                              If you ask for it, inputs are given and your loss counts there, too;
+                              else it is -logprobs there.
+        batch_stats, state    the estimator's: {name: (B, T)}, and its dict, to be read alone
         clip_low, clip_high, clip_c   the flags; clip_c is None if it is off
-        state                         the estimator's, to be read: each rank sees other rows
-        step, num_steps, args         as in `estimator`
+        step, num_steps, args   as in `estimator`
     Return the loss per token, (B, T), to be minimised, or a tuple: that loss and a dict of
     stats, (B, T) each. --rollout_correction, --entropy_coef and --kl_coef are applied to the
-    result at the mask. Parameters with a default are not filled. Any other name raises
-    ValueError."""
+    result at the mask."""
     return partial(_register, OBJECTIVES, _OBJECTIVE_INPUTS, name)
 
 
@@ -313,9 +300,7 @@ def grpo_advantages(rewards: N, groups: N, normalize_std: bool = True, eps: floa
     return centered.type_as(_as_float(rewards))
 
 
-@estimator("drgrpo")
-def _drgrpo(rewards, groups):
-    return grpo_advantages(rewards, groups, normalize_std=False)
+estimator("drgrpo")(partial(grpo_advantages, normalize_std=False))
 
 
 @no_grad
@@ -432,10 +417,8 @@ def policy_loss(
         clipfrac_lower   1 where the bound clip_c is active
     and those of your own objective.
 
-    Raises ValueError for clip_c <= 1, and if the loss of your own objective is not (B, T)."""
+    Raises ValueError if the loss of your own objective is not (B, T)."""
     _check_choice("policy loss", kind, OBJECTIVES)
-    if clip_c is not None and clip_c <= 1:
-        raise ValueError(f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
     function = OBJECTIVES[kind]
     mask = mask.bool()
     demonstrated = torch.zeros_like(mask) if demonstrated is None else demonstrated.bool()
@@ -469,10 +452,7 @@ def policy_loss(
         loss, own_stats = loss
         stats |= own_stats
     if loss.shape != mask.shape:
-        raise ValueError(
-            f"the objective {kind!r} gives a loss of the shape {tuple(loss.shape)}: must be (B, T)"
-            f" = {tuple(mask.shape)}"
-        )
+        raise ValueError(f"the loss of {kind!r} is {tuple(loss.shape)}, not {tuple(mask.shape)}")
     loss, stats = _zero_where_masked(tokens, loss, stats)
     return torch.where(demonstrated & ~tokens, -logprobs, loss), stats
 
@@ -599,7 +579,6 @@ def rollout_correction(
         rollout_clipped     1 where rho was cut to high
         rollout_dropped     1 where the weight was set to 0
         rollout_weight      the weight
-        rollout_weight_sq   its square, for the effective sample size
 
     Raises ValueError unless low <= high."""
     _check_choice("rollout correction", kind, ROLLOUT_CORRECTIONS)
@@ -627,7 +606,6 @@ def rollout_correction(
         "rollout_clipped": (ratio > high) & kind.endswith("tis"),
         "rollout_dropped": weights == 0,
         "rollout_weight": weights,
-        "rollout_weight_sq": weights.square(),
     }
     return _zero_where_masked(mask, weights, stats)
 
@@ -811,11 +789,7 @@ def token_logprobs(
     autocast, and weight is cast to hidden's dtype.
     Ids >= vocab_size (a padded vocabulary) and `banned` ids (such as an image's placeholder)
     have probability 0, as in the engine. A target among them has logprob -inf. With softcap,
-    logits become softcap * tanh(logits / softcap) before the temperature, as in Gemma 2.
-
-    Raises ValueError unless temperature and chunk are positive."""
-    if temperature <= 0 or chunk <= 0:
-        raise ValueError(f"temperature ({temperature}) and chunk ({chunk}) must be positive")
+    logits become softcap * tanh(logits / softcap) before the temperature, as in Gemma 2."""
     hidden = _as_autocast(hidden)
     blocks = _blocks(weight, vocab_size, banned, chunk)
     ids = targets if targets.ndim == 2 else targets[:, None]  # (M, K)
@@ -842,21 +816,18 @@ def top_logprobs(
     The other arguments are those of `token_logprobs`."""
     hidden = _as_autocast(hidden)
     lses = []  # for each block, log sum exp z: (M,)
-    best = None  # the k largest logits of the blocks so far, (M, k)
-    ids = None  # theirs, (M, k)
+    tops = []  # and its largest logits and their ids, (M, k) or fewer
+    ids = []
     for start, stop in _blocks(weight, vocab_size, banned, chunk):
         logits, _ = _block(hidden, weight, temperature, softcap, start, stop)
         lses.append(logits.logsumexp(-1))
         top, column = logits.topk(min(k, stop - start))
+        tops.append(top)
+        ids.append(start + column)
         del logits  # or two blocks are alive at once
-        top_ids = start + column
-        if best is not None:
-            top = torch.cat([best, top], 1)
-            top_ids = torch.cat([ids, top_ids], 1)
-        best, place = top.topk(min(k, top.shape[1]))
-        ids = top_ids.gather(1, place)
+    top, place = torch.cat(tops, 1).topk(k)
     lse = torch.stack(lses).logsumexp(0)
-    return best - lse[:, None], ids
+    return top - lse[:, None], torch.cat(ids, 1).gather(1, place)
 
 
 def _as_autocast(hidden):
@@ -981,9 +952,9 @@ class _TokenLogprobs(torch.autograd.Function):
         over the K targets y of a token, with g = grad_logprobs and g' = grad_entropy. Autograd
         casts the results to the inputs' dtypes."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
+        trains_weight = ctx.needs_input_grad[1]  # not with LoRA
+        grad_weight = torch.zeros_like(weight) if trains_weight else None
         g = grad_logprobs  # (M, K)
         if g is None:
             g = torch.zeros_like(targets, dtype=lse.dtype)
@@ -1003,9 +974,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 dz *= 1 - tanh.square_()
             dz = dz.to(hidden.dtype)
             del tanh  # or more blocks than necessary are alive
-            if needs_hidden:
-                grad_hidden += _matmul(dz, block_weight)
-            if needs_weight:
+            grad_hidden += _matmul(dz, block_weight)
+            if trains_weight:
                 grad_weight[start:stop] = _matmul(dz.T, hidden)
             del dz
         return grad_hidden, grad_weight, None, None, None, None

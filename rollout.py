@@ -721,8 +721,7 @@ async def grade_rollout(run, outputs: list[AgentLoopOutput], row: dict, reward=N
     await in_time("the reward", REWARD_TIMEOUT, set_rewards(run.task, outputs, row, reward))
     if "states" in run.args.estimator_takes:
         # Raises if states and turns differ in number: now, so that it costs this rollout alone.
-        batch = data.make_batch(outputs)
-        data.turn_states(outputs, data.turns_of_units(batch))
+        data.turn_states(data.make_batch(outputs))
 
 
 async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dict, reward=None):

@@ -45,7 +45,7 @@ from flatrl.peaks import shares_of_peaks
 from flatrl.processes import (
     Background, Stop, Stopped, all_gather, all_sum, check_ranks_agree, on_main, raise_if_stopped,
     run_as_script)
-from flatrl.routes import Routers, pack_routes
+from flatrl.routes import Routers
 from flatrl.rows import hash_of_rows
 from flatrl.vision import Vision
 from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_model
@@ -670,10 +670,7 @@ class Net(nn.Module):
     def pack(self, batch: dict, micro: data.MicroBatch, top_k: int = 0) -> dict:
         """Packs a micro-batch for this network (`data.pack_rows`)."""
         device = next(self.parameters()).device
-        packed = data.pack_rows(batch, micro, device, self.is_packed, top_k)
-        if self.routers:
-            packed["routes"] = pack_routes(batch, micro, self.is_packed).to(device)
-        return packed
+        return data.pack_rows(batch, micro, device, self.is_packed, top_k, bool(self.routers))
 
     def forward(self, packed: dict) -> dict[str, Tensor]:
         """Returns the scores of the sampled tokens of R rows, by name: (R, T) each, 0 elsewhere.
@@ -916,13 +913,13 @@ def setup(args: Args) -> Run:
     policy = Policy(args, vocab_size, vision)
     reference = build_reference(args, policy)  # may be refused, so it comes before the engine
     checkpoint, state = on_main(checkpoints.read_checkpoint, args)  # without --resume (None, {})
-    training_rows = on_main(hash_of_rows, rows["train"], args.seed)
-    changed = on_main(checkpoints.check_changes, args, training_rows, state)
+    rows_hash = on_main(hash_of_rows, rows["train"], args.seed)
+    changed = on_main(checkpoints.check_changes, args, rows_hash, state)
 
     stop = Stop(store)
     log = SilentLog()
     if accelerator.is_main_process:
-        log = Log(args, tokenizer, state.get("step", 0), training_rows)
+        log = Log(args, tokenizer, state.get("step", 0), rows_hash)
         log.listeners = listeners(log)
         log.notify("start", rows, all_rows, policy, device, task)  # the engine takes minutes
     engine = None
@@ -1010,9 +1007,7 @@ def load_tokenizer_and_rows(args: Args, task: ModuleType, rows: dict) -> tuple:
 
     rows: by split, also in the result. Raises BadInput if model, teacher and rows don't fit."""
     tokenizer, processor = models.load_tokenizer(args, task)
-    models.check_teacher(args, tokenizer)
-    # An evaluation has neither hints nor demonstrations.
-    flags = {"train": args, "val": replace(args, hints=False, imitation_steps=0)}
+    flags = {"train": args, "val": replace(args, hints=False)}  # an evaluation has no hints
     fitting = {}
     for split in rows:
         fitting[split] = data.filter_overlong(rows[split], tokenizer, task, flags[split], processor)

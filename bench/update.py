@@ -29,7 +29,7 @@ CASES = [(4, 24, 64), (4, 24, 256), (4, 256, 64), (4, 256, 256), (4, 1024, 64), 
 N_ROWS = 32
 
 
-def share_nothing(batch: dict, rows: list[int]) -> data.MicroBatch:
+def share_nothing(batch: dict, rows: list[int], is_packed: bool = True) -> data.MicroBatch:
     """Takes the place of data.in_prefix_order."""
     lengths = batch["lengths"][rows].tolist()
     return data.MicroBatch(list(rows), lengths, [0] * len(rows))

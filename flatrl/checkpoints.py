@@ -63,10 +63,10 @@ def read_checkpoint(args) -> tuple[Path | None, dict]:
     return checkpoint, state
 
 
-def check_changes(args, training_rows: str, state: dict) -> list[str]:
+def check_changes(args, rows_hash: str, state: dict) -> list[str]:
     """Prints which flags differ from those in the args.json of the run to resume.
 
-    Returns their names. training_rows: a hash; state: as from `read_checkpoint`. Raises BadInput
+    Returns their names. rows_hash: a hash; state: as from `read_checkpoint`. Raises BadInput
     for other rows, unless --resume is "changed" and no sampler's history is about them."""
     if not args.resume:
         return []
@@ -77,7 +77,7 @@ def check_changes(args, training_rows: str, state: dict) -> list[str]:
         if now != before and name != "resume":
             changed.append(name)
             print(f"--resume: --{name} was {before} so far, and is {now} from now on", flush=True)
-    if training_rows != about["training_rows"]:
+    if rows_hash != about["training_rows"]:
         need(
             args.resume == "changed",
             "--resume: the training rows are not those of the run: --resume changed accepts them",

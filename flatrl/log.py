@@ -69,10 +69,10 @@ class Log:
         ("  mbu", "throughput/mbu", ".1%"),
     ]
 
-    def __init__(self, args, tokenizer, steps_done: int, training_rows: str = ""):
+    def __init__(self, args, tokenizer, steps_done: int, rows_hash: str = ""):
         """steps_done: those of the checkpoint to resume. Lines of later steps are removed.
 
-        training_rows: as from `rows.hash_of_rows`."""
+        rows_hash: as from `rows.hash_of_rows`."""
         self.args = args
         self.tokenizer = tokenizer
         self.steps_done = steps_done
@@ -84,7 +84,7 @@ class Log:
         self.listeners: list[Listener] = []
         self.about = {
             "args": asdict(args),
-            "training_rows": training_rows,
+            "training_rows": rows_hash,
             "git": git_hash(),
             "versions": versions(),
             "command": sys.argv,

@@ -223,7 +223,7 @@ def batch_metrics(batch, version: int, args) -> dict[str, float]:
         _, stats = losses.rollout_correction(kind, *logprobs, mask, low, high)
         averages = {name: mean(x[mask]) for name, x in stats.items()}
         weight = averages.pop("rollout_weight")
-        square = averages.pop("rollout_weight_sq")
+        square = mean(stats["rollout_weight"][mask].square())
         for name, value in averages.items():
             metrics[name.replace("_", "/", 1)] = value  # rollout_kl -> rollout/kl
         metrics["rollout/ratio_max"] = stats["rollout_ratio"].max().item()

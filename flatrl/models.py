@@ -7,7 +7,6 @@ import json
 import math
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import distributions
@@ -134,12 +133,8 @@ def stop_token_ids(args, tokenizer) -> list[int]:
     from transformers import GenerationConfig
 
     configured = None
-    with refusing(f"--model {args.model} has a generation_config.json that can't be read"):
-        try:
-            configured = GenerationConfig.from_pretrained(args.model).eos_token_id
-        except OSError:
-            if Path(args.model, "generation_config.json").exists():
-                raise
+    with contextlib.suppress(OSError):  # without a generation_config.json
+        configured = GenerationConfig.from_pretrained(args.model).eos_token_id
     others = configured if isinstance(configured, list) else [configured]
     ids = {tokenizer.eos_token_id, *others} - {None}
     need(
@@ -149,15 +144,7 @@ def stop_token_ids(args, tokenizer) -> list[int]:
     )
     if tokenizer.chat_template:
         variables = getattr(args, "chat_template_args", "{}")
-        stops = chat_template(with_template_variables(tokenizer, variables), ids).stops
-        if stops > ids:
-            names = ", ".join(tokenizer.decode([token]) for token in sorted(stops - ids))
-            warnings.warn(
-                f"the chat template ends a turn with {names}, which the tokenizer and "
-                "generation_config.json do not list as an end: it ends turns now, too",
-                stacklevel=2,
-            )
-        ids = stops
+        ids = chat_template(with_template_variables(tokenizer, variables), ids).stops
     return sorted(ids)
 
 
@@ -198,7 +185,8 @@ def load_tokenizer(args, task=None) -> tuple:
     """Returns the model's tokenizer and its processor (None for a text model).
 
     task: a module. If it has TOOLS, args.tool_parser becomes the name of the parser that reads the
-    model's calls. Raises BadInput if there is none, or if args.model can't be trained here."""
+    model's calls. Raises BadInput if there is none, if args.model can't be trained here, or if
+    --ref_model has another tokenizer."""
     config = load_config(args)
     processor = load_processor(args, config)
     if processor:
@@ -212,19 +200,14 @@ def load_tokenizer(args, task=None) -> tuple:
     if getattr(task, "TOOLS", None):
         templates = with_template_variables(tokenizer, args.chat_template_args)
         args.tool_parser = call_format(templates, args.tool_parser).name
+    if args.ref_model:
+        teachers, _ = load_tokenizer(replace(args, model=args.ref_model, ref_model=None))
+        need(
+            teachers.get_vocab() == tokenizer.get_vocab(),
+            f"--ref_model {args.ref_model} has another tokenizer than {args.model}: the same ids "
+            "mean other tokens",
+        )
     return tokenizer, processor
-
-
-def check_teacher(args, tokenizer):
-    """Raises BadInput if the tokenizer of --ref_model differs from the policy's."""
-    if not args.ref_model:
-        return
-    teachers, _ = load_tokenizer(replace(args, model=args.ref_model))
-    need(
-        teachers.get_vocab() == tokenizer.get_vocab(),
-        f"--ref_model {args.ref_model} has another tokenizer than {args.model}: the same ids mean "
-        "other tokens",
-    )
 
 
 def load_processor(args, config):

@@ -44,32 +44,27 @@ def decode_routes(extra: dict) -> Tensor | None:
     return torch.from_numpy(np.load(file).astype(np.int16))
 
 
-def pack_routes(batch: dict, micro, is_packed: bool) -> Tensor:
-    """Returns the routes of the tokens that go through the network, (P, layers, k).
+def pack_routes(batch: dict, micro, slots: Tensor) -> Tensor:
+    """Returns the routes of the P tokens that go through the network, (P, layers, k).
 
-    micro: a data.MicroBatch. A shared prefix has the routes of its first row that has any: where a
-    row ends, the last token has none. Raises BadInput if a token before a sampled one has none."""
+    micro: a data.MicroBatch. slots: of its rows' tokens, (R, L), as in `data.pack_rows`. Raises
+    BadInput if a token before a sampled one has no routes."""
     given = batch.get("routes") or [None] * len(batch["lengths"])
     known = [routes for routes in given if routes is not None]
-    no_routes = known[0][:0] if known else torch.empty(0, 1, 1, dtype=torch.int16)
-    parts = []  # from the last row to the first
-    following = no_routes  # of the next row
-    n_common = 0  # tokens that the next row shares with this one
-    for row, length, n_shared in zip(micro.rows[::-1], micro.lengths[::-1], micro.shared[::-1]):
-        routes = no_routes if given[row] is None else given[row]
+    shape = known[0].shape[1:] if known else (1, 1)
+    packed = torch.full((slots.max() + 1, *shape), -1, dtype=torch.int16)
+    # Of rows that share a token the first one counts that has its routes: a row's last token has
+    # none. So the first is written last.
+    for row, length, row_slots in reversed([*zip(micro.rows, micro.lengths, slots)]):
+        routes = packed[:0] if given[row] is None else given[row][:length]
         sampled = batch["response_mask"][row].nonzero()
         need(
             not len(sampled) or batch["prompt_lengths"][row] + sampled.max() <= len(routes),
             "--router_replay: an output has sampled tokens without routes, which come from "
             "TokenOutput.routes, by Trajectory.add_sampled",
         )
-        length = length if is_packed else max(micro.lengths)
-        routes = torch.cat([routes[:length], following[len(routes) : n_common]])
-        missing = routes.new_full((length - len(routes), *routes.shape[1:]), -1)
-        following = torch.cat([routes, missing])
-        parts.append(following[n_shared:])
-        n_common = n_shared
-    return torch.cat(parts[::-1])
+        packed[row_slots[: len(routes)]] = routes.to(packed.dtype)
+    return packed
 
 
 class _GivenExperts(TorchFunctionMode):

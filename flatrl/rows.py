@@ -5,14 +5,12 @@ import json
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, is_dataclass
-from pathlib import Path
 from unicodedata import normalize
 
 from agent_loop import (
-    LoopArgs,
     ToolAgentLoop,
     agent_loop_class,
     chat_template,
@@ -23,7 +21,6 @@ from agent_loop import (
 from flatrl.bad_input import need, refusing
 from flatrl.tables import prompt_order
 from flatrl.tools import call_format
-from flatrl.vision import load_image
 
 TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 # Arguments that AgentLoopBase.run(**row) gets besides a row's columns.
@@ -50,36 +47,26 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
     taken = RESERVED_COLUMNS & row.keys()
     need(not taken, f"{name}: agent loops have other arguments named {taken}: rename these columns")
     row = _read_objects(row, name)
-    _check_type(row, "data_source", str, name)
+    extra_info = {}
     if row.get("extra_info"):
-        row["extra_info"] = _read_objects(row["extra_info"], name)
-    for columns in row, row.get("extra_info") or {}:
-        for tool, kwargs in (columns.get("tools_kwargs") or {}).items():
-            where = f"{name}: tools_kwargs"
-            _check_type({tool: kwargs}, tool, dict, where)
-            for key in TOOL_KWARGS:
-                _check_type(kwargs, key, dict, f"{where}: {tool!r}")
-        if columns.get("index") is not None:
-            number = columns["index"]
-    if row.get("index") is None:
-        row["index"] = number
+        extra_info = row["extra_info"] = _read_objects(row["extra_info"], name)
+    known = row.get("index"), extra_info.get("index"), number
+    row["index"] = next(index for index in known if index is not None)
 
-    row["prompt"] = _chat(row[prompt_key], "user", name, prompt_key)
+    row["prompt"] = _chat(row, prompt_key, "user", name)
     if row.get("demonstration"):
-        row["demonstration"] = _chat(row["demonstration"], "assistant", name, "demonstration")
-        for turn in row["demonstration"]:
-            says = turn.get("content") or turn.get("tool_calls")
-            need(
-                turn["role"] == "assistant" and says,
-                f"{name}: a 'demonstration' is turns of the assistant, none of them empty",
-            )
-
+        turns = row["demonstration"] = _chat(row, "demonstration", "assistant", name)
+        says = [turn.get("content") or turn.get("tool_calls") for turn in turns]
+        need(
+            all(says) and {turn["role"] for turn in turns} == {"assistant"},
+            f"{name}: a 'demonstration' is turns of the assistant, none of them empty",
+        )
     if image_key != "images":
         need(image_key in row, f"{name} has no column {image_key!r}: --image_key, of {[*row]}")
         images = row[image_key] or []
         row["images"] = images if isinstance(images, (list, tuple)) else [images]
     with refusing(name):
-        _check_images(row)
+        _match_images(row)
     return row
 
 
@@ -90,18 +77,21 @@ def _read_objects(columns, name):
         if isinstance(columns[key], str):
             with refusing(f"{name}: {key!r} is a text, but not JSON"):
                 columns[key] = json.loads(columns[key])
-        _check_type(columns, key, dict, name)
+        _check_object(columns[key], f"{name}: {key!r}")
         if columns[key] and key != "extra_info":
-            given = {name: entry for name, entry in columns[key].items() if entry is not None}
+            given = {part: entry for part, entry in columns[key].items() if entry is not None}
             columns[key] = _tidied(given, keeps_none=True)
+    for tool, kwargs in (columns.get("tools_kwargs") or {}).items():
+        _check_object(kwargs, f"{name}: tools_kwargs: {tool!r}")
+        for key in TOOL_KWARGS:
+            _check_object(kwargs.get(key), f"{name}: tools_kwargs: {tool!r}: {key!r}")
     return columns
 
 
-def _check_type(values, key, wanted, name):
-    """Raises BadInput if a value is neither None nor of a type. name: of the values."""
-    value = values.get(key)
-    is_right = value is None or isinstance(value, wanted)
-    need(is_right, f"{name}: {key!r} must be a {wanted.__name__}, got {value!r:.80}")
+def _check_object(value, name):
+    """Raises BadInput unless a value is a dict or None. name: what the message calls it."""
+    is_object = value is None or isinstance(value, dict)
+    need(is_object, f"{name} must be a dict, got {value!r:.80}")
 
 
 def _read_messages(value, name):
@@ -117,7 +107,7 @@ def tool_schemas(row: dict, task) -> list[dict]:
     return [tool.schema for tool in task_tools(task, row_kwargs(row, "tools_kwargs")).values()]
 
 
-def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
+def check_tokenizer(tokenizer, templates, row: dict, task, args):
     """Raises BadInput if a conversation that begins with a row does not reach the model unchanged.
 
     The chat template is tried with the task's tools and users (`ChatTemplate.check`). The
@@ -125,17 +115,16 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     which some tokenizers normalise.
 
     templates: the tokenizer with the variables of --chat_template_args. args: LoopArgs."""
-    args = args or LoopArgs()
     template = chat_template(templates, think_tags=args.think_tags)
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
     runs_tools = issubclass(agent_loop_class(row, task, args), ToolAgentLoop)
     has_user = runs_tools and bool(getattr(task, "INTERACTIONS", None))
-    for warning in template.check(prompt, schemas if runs_tools else [], has_user):
-        warnings.warn(warning, stacklevel=2)
+    found = template.check(prompt, schemas if runs_tools else [], has_user)
     if runs_tools and schemas:
-        for warning in call_format(templates, args.tool_parser).check(schemas):
-            warnings.warn(warning, stacklevel=2)
+        found += call_format(templates, args.tool_parser).check(schemas)
+    for warning in found:
+        warnings.warn(warning, stacklevel=2)
     text = template.text(prompt, schemas, True)
     decoded = tokenizer.decode(template.render(prompt, schemas))
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
@@ -145,34 +134,18 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     )
 
 
-def check_demonstration(rows: Iterable[dict], templates, args):
-    """Raises BadInput if the chat template can't write the first demonstration of the rows."""
-    template = chat_template(templates, think_tags=args.think_tags)
-    row = next((row for row in rows if row.get("demonstration")), {})
-    with refusing(
-        f"row {row.get('index')}: the chat template does not write its demonstration (a turn may "
-        "also be a text, with its calls in the model's own format)"
-    ):
-        for turn in row.get("demonstration", ()):
-            template.turn_ids(turn)
-
-
 def copy_row(row: dict) -> dict:
     """Returns a deep copy of a row. Raises BadInput for a lock, a connection and the like."""
-    copied = {}
-    memo = {}
-    for column, value in row.items():
-        with refusing(
-            f"column {column!r} can't be copied for each rollout: keep it in the task's module, or "
-            "give its class a __deepcopy__"
-        ):
-            copied[column] = deepcopy(value, memo)
-    return copied
+    with refusing(
+        "a row can't be copied for each rollout: keep what it holds in the task's module, or give "
+        "its class a __deepcopy__"
+    ):
+        return deepcopy(row)
 
 
-def _chat(value, role, name, column):
-    """Returns a copy of a chat's messages. value: messages, or a text of this role."""
-    value = _read_messages(value, name)
+def _chat(row, column, role, name):
+    """Returns a copy of the messages in a column, which may be a text of this role."""
+    value = _read_messages(row[column], name)
     is_list = isinstance(value, (list, tuple))
     messages = []
     for message in value if is_list else [value]:
@@ -226,15 +199,9 @@ def _tidied(value, keeps_none=False):
     return tidied
 
 
-def _check_images(row):
-    """Gives a row's images and placeholders one form. Raises if they don't match."""
+def _match_images(row):
+    """Gives placeholders of images one form. Raises ValueError unless there is one an image."""
     images = row.get("images") or []
-    if images:
-        # Files are opened where they are used.
-        row["images"] = [
-            image if isinstance(image, (bytes, str, Path, dict)) else load_image(image)
-            for image in images
-        ]
     n_placeholders = 0
     for message in row["prompt"]:
         parts = message.get("content")

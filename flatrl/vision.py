@@ -2,24 +2,22 @@
 
 import functools
 import io
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from flatrl.devices import to_device
+from losses import turn_starts
 
 if TYPE_CHECKING:
     from agent_loop import AgentLoopOutput
-
-SMALLEST_INT32 = -(2**31)  # prefix_ids are compared as int32
-
 
 # ---------------------------------------------------------------- images and their tokens
 
@@ -106,16 +104,17 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
 
 
 def check_images(output: "AgentLoopOutput", processor):
-    """Raises ValueError unless the ids have a placeholder for each token of the images."""
+    """Raises ValueError unless each image has a run of placeholders, one for each of its tokens."""
     if processor is None:
         expand([], output.images, None)  # raises if there are images
         return
-    n_found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
-    n_expected = sum(image_tokens(output.images, processor))
-    if n_found != n_expected:
+    runs = itertools.groupby(output.prompt_ids + output.response_ids)
+    found = [len([*run]) for token, run in runs if token == processor.image_token_id]
+    expected = image_tokens(output.images, processor)
+    if found != expected:
         raise ValueError(
-            f"the ids have {n_found} placeholders, but the {len(output.images)} images of "
-            f"AgentLoopOutput.images take {n_expected}: return both as the trainer needs them"
+            f"the ids have runs of {found} placeholders, but the images of AgentLoopOutput.images "
+            f"take {expected}: return both as the trainer needs them"
         )
 
 
@@ -126,27 +125,17 @@ def prefix_ids_of(input_ids: Tensor, images: list[list], image_token_id: int) ->
     """Returns the ids by which rows with equal images can share a prefix, (B, L).
 
     input_ids (B, L), images: B lists, in which equal images are one object (`merge_images`). They
-    are the input_ids with the number of an image, -1, -2, ..., in place of its placeholders, of
-    which each image has one run. Where a row has more or fewer runs than images, its first id is
-    one that no other row has: it shares no prefix."""
+    are the input_ids with the number of an image, -1, -2, ..., in place of its placeholders."""
     prefix_ids = input_ids.clone()
     numbers = {}  # of images, by id
-    for row, (ids, row_images) in enumerate(zip(prefix_ids, images)):
-        is_placeholder = ids == image_token_id  # (L,)
-        starts = image_starts(is_placeholder)
-        if starts.sum() != len(row_images):
-            ids[0] = SMALLEST_INT32 + row
-        elif row_images:
-            of_row = [numbers.setdefault(id(image), -1 - len(numbers)) for image in row_images]
-            places = starts.cumsum(0)[is_placeholder] - 1
-            ids[is_placeholder] = torch.tensor(of_row)[places]
+    for ids, row_images in zip(prefix_ids, images):
+        if not row_images:
+            continue
+        is_placeholder = ids == image_token_id  # (L,), one run for each image, see `check_images`
+        of_row = [numbers.setdefault(id(image), -1 - len(numbers)) for image in row_images]
+        image = turn_starts(is_placeholder).cumsum(0)[is_placeholder] - 1
+        ids[is_placeholder] = torch.tensor(of_row)[image]
     return prefix_ids
-
-
-def image_starts(is_placeholder: Tensor) -> Tensor:
-    """Returns (L,) True at the first placeholder of each image, each of which has one run."""
-    follows_one = F.pad(is_placeholder, (1, 0))[:-1]
-    return is_placeholder & ~follows_one
 
 
 class Vision:
@@ -194,7 +183,7 @@ class Vision:
                 ids[None], mm_token_type_ids=is_placeholder[None].int(), image_grid_thw=grid
             )
             positions.append(row_positions[..., n_shared:])
-            n_images_shared = image_starts(is_placeholder)[:n_shared].sum()
+            n_images_shared = turn_starts(is_placeholder)[:n_shared].sum()
             images_to_encode += images[n_images_shared:]
         device = packed["targets"].device
         return {

@@ -78,12 +78,10 @@ def test_kl_in_the_reward_by_hand():
     assert metrics["actor/kl"] == pytest.approx(0.5) and metrics["actor/kl_coef"] == 0.1
 
 
-def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
-    """The advantages (B, T), and the batch. Tensors among the flags are the batch's."""
-    tensors = {"values": torch.zeros_like(MASK) if values is None else values}
-    for name in ("logprobs_old", "logprobs_ref"):
-        tensors[name] = flags.pop(name, None)
+def estimated(greedy=(), tensors=None, **flags) -> tuple[torch.Tensor, dict]:
+    """The advantages (B, T), and the batch, with these tensors."""
     args = Args(**flags)
+    tensors = {"values": torch.zeros_like(MASK)} | (tensors or {})
     batch, _ = batch_with_rewards(OUTPUTS, args, **tensors)
     for baseline in greedy:
         baseline.extra["greedy"] = True
@@ -98,7 +96,7 @@ def test_results_of_an_estimator_are_checked(registries):
     close(estimated(adv_estimator="mine")[0], MASK)
     for function in lambda: torch.zeros(5), lambda rewards: rewards.where(rewards > 0, math.nan):
         losses.estimator("mine")(function)
-        with pytest.raises(BadInput, match="--adv_estimator mine gives advantages of the shape"):
+        with pytest.raises(BadInput, match="--adv_estimator mine gives advantages of torch.Size"):
             estimated(adv_estimator="mine")
 
 
@@ -113,9 +111,9 @@ def test_an_estimator_gets_what_its_parameters_name(registries):
         got.update(locals())
         return rewards
 
-    old = torch.where(MASK.bool(), 2.0, math.nan)
+    old = {"logprobs_old": torch.where(MASK.bool(), 2.0, math.nan)}
     greedy = output(4, 0, "1", 9.0)
-    estimated([greedy], adv_estimator="spy", turn_discount=0.5, logprobs_old=old)
+    estimated([greedy], old, adv_estimator="spy", turn_discount=0.5)
     close(got["rewards"], REWARDS)
     close(got["token_rewards"].sum(1), REWARDS)
     close(got["baselines"], torch.tensor([math.nan, math.nan, 9, 9]), equal_nan=True)
@@ -143,7 +141,7 @@ def test_batch_stats_reach_the_objective_as_columns(registries):
     losses.estimator("found")(lambda rewards, mask: (rewards, stats))
     losses.objective("seen")(lambda logprobs, batch_stats: batch_stats["units"] + logprobs)
     flags = {"adv_estimator": "found", "policy_loss": "seen"}
-    for said in ("seen asks for batch_stats: --adv_estimator found", "batch_stats/tokens of the"):
+    for said in ("seen asks for batch_stats: --adv_estimator found", "batch_stats/tokens of"):
         with pytest.raises(BadInput, match=said):
             estimated(**flags)
         stats["tokens"] = torch.zeros(5)  # neither units nor tokens
@@ -212,8 +210,8 @@ def test_token_estimators_use_turn_rewards_where_they_fall():
     advantages, _ = estimated(adv_estimator="reinforce_pp", gamma=0.5)
     expected = torch.tensor([0.125 + 0.5 * 0.5, 0.25 + 0.5, 0, 0.5, 1])
     close(advantages[0, :5], expected)
-    values = torch.full_like(MASK, 0.5)
-    advantages, batch = estimated(adv_estimator="gae", values=values, gamma=1.0, lam=0.0)
+    half = {"values": torch.full_like(MASK, 0.5)}
+    advantages, batch = estimated(tensors=half, adv_estimator="gae", gamma=1.0, lam=0.0)
     # r_t + V' - V; V' = 0 at the end.
     close(advantages[0, :5], torch.tensor([0, 0.5, 0, 0, 0.5]))
     close(batch["returns"][0, :5], torch.tensor([0.5, 1.0, 0, 0.5, 1.0]))
@@ -234,7 +232,7 @@ def test_a_turns_state_is_what_the_reward_function_gave_or_its_index():
     for metrics, expected in ([[]] * 5, [0, 1, 2, 0, 1, 5, 6]), (given, [0, 1, 0, 3, 0, 5, 6]):
         for each, states in zip(outputs, metrics):
             each.metrics["states"] = states
-        states = data.turn_states(outputs, [3, 2, 1, 1]).tolist()
+        states = data.turn_states(data.make_batch(outputs)).tolist()
         assert [states.index(state) for state in states] == expected  # where each was first met
     # A salted hash would give other labels on other ranks, and after a resume.
     assert data.by_unit(outputs).groups.tolist() == [0, 0, 2504016390986559382, 3]
@@ -254,8 +252,8 @@ def test_scores_follow_the_outputs_whose_reward_came():
     batch["values"] = torch.arange(15.0).view(3, 5)
     outputs[0].reward, outputs[2].reward = 1.0, 2.0
     batch = batch.select([0, 2])
-    assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
-    assert batch["values"].tolist() == [[0, 1], [10, 11]]
+    assert batch["response_mask"].tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
+    assert batch["values"].tolist() == [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]]
     assert batch.units.task_rewards.tolist() == [1.0, 2.0]
 
 

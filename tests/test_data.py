@@ -1,6 +1,5 @@
 """data.py: task files and rows, batches by hand, packing as a partition of rows that share."""
 
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data
-from agent_loop import AgentLoopOutput, as_tool, total_reward
+from agent_loop import as_tool, total_reward
 from examples import calculator
 from flatrl import tables
 from train import Args
@@ -22,19 +21,6 @@ from train import Args
 close = torch.testing.assert_close
 HELLO = [{"role": "user", "content": "hello"}]
 BRIEF = {"role": "system", "content": "Be brief."}
-NUMBERS = itertools.count(1000)  # for the prompts, where a test gives none
-
-
-def make_output(prompt: list[int], mask: list[int], **more) -> AgentLoopOutput:
-    """An output with this mask, whose response token k is 100 + k, with the logprob -k/8 - 1
-    and the version k."""
-    n = len(mask)
-    lists = {
-        "response_logprobs": [(-k / 8 - 1) * mask[k] for k in range(n)],
-        "response_versions": [k if mask[k] else -1 for k in range(n)],
-        "extra": {"prompt": next(NUMBERS), "sample": 0, "segment": 0},
-    }
-    return output_of(mask, prompt, [100 + k for k in range(n)], **lists | more)
 
 
 def rows_of(rows, **task) -> list[dict]:
@@ -155,10 +141,11 @@ def test_epochs_are_permutations_and_the_position_alone_decides(n, seed, start):
 
 
 def test_collate_by_hand():
+    lists = {"response_logprobs": [-1.0, -2.5, 0.0, -3.0], "response_versions": [0, 1, -1, 3]}
     outputs = [
-        make_output([1, 2, 3], [1, 1, 0, 1]),
-        make_output([4], [1], stop_reason="length"),
-        make_output([5], []),
+        output_of([1, 1, 0, 1], [1, 2, 3], [100, 101, 102, 103], **lists),
+        output_of([1], [4], [100], stop_reason="length"),
+        output_of([], [5]),
     ]
     batch = data.collate(outputs)
     expected = {
@@ -167,7 +154,7 @@ def test_collate_by_hand():
         "prompt_lengths": [3, 1, 1],
         "response_lengths": [4, 1, 0],
         "response_mask": [[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0], [0.0] * 4],
-        "logprobs_rollout": [[-1.0, -1.125, 0.0, -1.375], [-1.0, 0.0, 0.0, 0.0], [0.0] * 4],
+        "logprobs_rollout": [[-1.0, -2.5, 0.0, -3.0], [-1.0, 0.0, 0.0, 0.0], [0.0] * 4],
         "versions": [[0, 1, -1, 3], [0, -1, -1, -1], [-1] * 4],
         "truncated": [False, True, False],
     }
@@ -185,7 +172,7 @@ def test_collate_by_hand():
     ([0, 0], [(1, 0.5)], 1.0, [0, 0]),
 ])  # fmt: skip
 def test_where_rewards_fall(mask, turn_rewards, reward, expected):
-    output = make_output([1], mask, turn_rewards=turn_rewards, reward=reward)
+    output = output_of(mask, turn_rewards=turn_rewards, reward=reward)
     batch, _ = batch_with_rewards([output], Args())
     assert batch.layout.to_outputs(batch.token_rewards).tolist() == [expected]
     terminal = reward["score"] if isinstance(reward, dict) else reward or 0.0
@@ -195,12 +182,8 @@ def test_where_rewards_fall(mask, turn_rewards, reward, expected):
 
 def batch_of(prompts: list[list[int]], responses: list[list[int]]) -> dict:
     """A batch of such sequences, in which every response token is sampled."""
-    outputs = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        output = make_output(prompt, [1] * len(response))
-        output.response_ids = list(response)
-        outputs.append(output)
-    return data.collate(outputs)
+    pairs = zip(prompts, responses, strict=True)
+    return data.collate([output_of([1] * len(ids), prompt, ids) for prompt, ids in pairs])
 
 
 def shares_of(batch: dict, n_ranks: int, budget: int, **how) -> list[list[data.MicroBatch]]:

@@ -206,7 +206,6 @@ def test_rollout_correction(kind, weights, clipped):
     close(stats["rollout_kl"], -(ratios.log() * mask))
     of_row = {"seq": 2.0, "geo": GEO}.get(kind[:3])
     close(stats["rollout_ratio"], (ratios if of_row is None else of_row) * mask)
-    close(stats["rollout_weight_sq"], stats["rollout_weight"] ** 2)
 
 
 def test_value_loss():

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import make_run
+from conftest import make_run, output_of
 from PIL import Image
-from test_agent_loop import PROMPT, Script
 
 from agent_loop import AgentLoopBase, BadInput, register
 from flatrl.rows import as_text, copy_row
@@ -20,47 +19,28 @@ from train import Args
 
 @register("test_spoilt")
 class Spoilt(AgentLoopBase):
-    """Says "2", and lets the row's function `spoil` change, or replace, the output."""
+    """Returns the row's `result`."""
 
-    async def run(self, sampling_params, **row):
-        trajectory = self.start(row)
-        await self.assistant_turn(trajectory, sampling_params)
-        output = trajectory.output()
-        return row["spoil"](output) or output
+    async def run(self, sampling_params, result, **row):
+        return result
 
 
-class Engine(Script):
-    version = property(lambda self: len(self.prompts))
-
-    def __init__(self, tokenizer, lines):
-        super().__init__(tokenizer, lines)
-        self.vocab_size = len(tokenizer)
-        self.stop_token_ids = [tokenizer.eos_token_id]
-
-
-def play(tokenizer, task, *lines, **row) -> list:
-    args = Args(max_model_len=4000, max_response_tokens=2000)
-    run = make_run(Engine(tokenizer, lines), None, task, tokenizer, args)
+@pytest.mark.parametrize("result, error, said", [
+    (output_of([1], ids=[10**6]), ValueError, r"the token id 1000000 is not in \[0, "),
+    ("2", TypeError, "Spoilt.run returned '2', not an AgentLoopOutput"),
+])  # fmt: skip
+def test_a_bad_output_is_refused(result, error, said, tokenizer):
+    engine = SimpleNamespace(stop_token_ids=[], vocab_size=len(tokenizer))
+    run = make_run(engine, None, None, tokenizer, Args())
     member = Member("train/0/0/0", prompt=0, sample=0, step=0, validate=False)
-    return asyncio.run(run_agent_loop(run, member, {"prompt": PROMPT} | row, {}))
+    row = {"prompt": [], "agent_name": "test_spoilt", "result": result}
+    with pytest.raises(error, match=said):
+        asyncio.run(run_agent_loop(run, member, row, {}))
 
 
-def play_spoilt(tokenizer, spoil) -> list:
-    row = {"agent_name": "test_spoilt", "spoil": spoil}
-    return play(tokenizer, SimpleNamespace(), "2", **row)
-
-
-def test_a_bad_output_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"the token id 1000000 is not in \[0, "):
-        play_spoilt(tokenizer, lambda output: output.response_ids.append(10**6))
-    with pytest.raises(TypeError, match="Spoilt.run returned '2', not an AgentLoopOutput"):
-        play_spoilt(tokenizer, lambda output: "2")
-
-
-def test_states_are_one_for_each_turn(tokenizer):
+def test_states_are_one_for_each_turn():
     def grade(*states):
-        (output,) = play_spoilt(tokenizer, lambda output: None)
-        output.metrics["states"] = [*states]
+        output = output_of([1], metrics={"states": [*states]})
         task = SimpleNamespace(reward=lambda output, row: 1.0)
         run = make_run(None, None, task, None, Args(algo="gigpo"))
         asyncio.run(grade_rollout(run, [output], {}))
@@ -92,5 +72,5 @@ def test_a_rollout_plays_on_rows_and_images_of_its_own():
     assert outputs[0].images[0] is outputs[1].images[0]
     assert outputs[2].images[0].getpixel((0, 0)) == (255, 0, 0)
 
-    with pytest.raises(BadInput, match="column 'lock' can't be copied for each rollout"):
+    with pytest.raises(BadInput, match="can't be copied for each rollout"):
         copy_row({"lock": threading.Lock()})

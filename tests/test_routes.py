@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from fixed_batch import batch_of, check_gradients
+from test_attention import expected
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -46,58 +47,40 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory):
-    """Returns a function of an architecture's name: the folder of a tiny random model."""
-    folders = {}
-
-    def folder_of(name: str) -> str:
-        if name not in folders:
-            torch.manual_seed(0)
-            folders[name] = str(tmp_path_factory.mktemp("moe"))
-            tokenizer = make_tokenizer()
-            tokenizer.save_pretrained(folders[name])
-            ids = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 0}
-            kind = getattr(transformers, f"{name}Config")
-            config = kind(**(COMMON | ids | MODELS[name]))
-            AutoModelForCausalLM.from_config(config).save_pretrained(folders[name])
-        return folders[name]
-
-    return folder_of
-
-
-def args_of(model: str, **more) -> train.Args:
+def args_of(folder, name: str = "Qwen3Moe") -> train.Args:
+    """Flags for a tiny random model of an architecture, which it saves in the folder."""
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 0}
+    config = getattr(transformers, f"{name}Config")(**(COMMON | ids | MODELS[name]))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     data.register_packed_attention()
     flags = {"router_replay": True, "tokens_per_micro_batch": 100, "dtype": "float32"}
-    return train.Args(model=model, **flags | more)
+    return train.Args(model=str(folder), **flags)
 
 
 def own_choice(policy: train.Policy, batch: dict) -> list[torch.Tensor]:
     """Returns the routes that the policy's routers choose by themselves, row by row."""
+    chosen = {}  # number of a layer -> its experts; a layer without experts has none
+    hooks = []
+    for number, router in policy.routers.of_layer:
+
+        def keep(module, inputs, outputs, number=number):
+            chosen[number] = next(x for x in outputs if x.dtype == torch.long)
+
+        hooks.append(router.register_forward_hook(keep))
+    free = [torch.full((length, 4, 2), -1) for length in batch["lengths"]]
     routes = []
-    for ids, length in zip(batch["input_ids"], batch["lengths"]):
-        chosen = {}
-        hooks = []
-        for number, router in policy.routers.of_layer:
-            router.given = torch.full((length, router.top_k), -1)
-
-            def keep(module, inputs, outputs, number=number, chosen=chosen):
-                chosen[number] = next(x for x in outputs if x.dtype == torch.long)
-
-            hooks.append(router.register_forward_hook(keep))
-        inputs = {"input_ids": ids[None, :length], "use_cache": False}
-        if policy.is_packed:
-            packed = data.pack(ids[None], [length])
-            names = ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")
-            inputs |= dict(zip(names, packed))
+    for row in range(len(free)):
+        micro = data.in_prefix_order(batch, [row], policy.is_packed)
         with torch.no_grad():
-            policy.model.base_model(**inputs)
-        for hook in hooks:
-            hook.remove()
-        n_layers = max(chosen) + 1
-        unread = torch.zeros_like(chosen[n_layers - 1])  # of a layer without experts
-        choice = [chosen.get(number, unread) for number in range(n_layers)]
+            policy(policy.pack(batch | {"routes": free}, micro))
+        unread = torch.zeros_like(chosen[3])
+        choice = [chosen.get(number, unread) for number in range(4)]
         routes.append(torch.stack(choice, 1).to(torch.int8))
+    for hook in hooks:
+        hook.remove()
     return routes
 
 
@@ -106,27 +89,25 @@ def scores_of(policy, batch, args):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_routers_own_choice_changes_no_digit(name, build, process_group):
+def test_the_routers_own_choice_changes_no_digit(name, tmp_path, process_group):
     """On shared prefixes, forks and padded rows; also the gradients, with recomputed layers."""
-    args = args_of(build(name))
+    args = args_of(tmp_path, name)
     policy = train.Policy(args)
     assert policy.is_packed != (name == "GraniteMoeHybrid")
     plain = train.Policy(replace(args, router_replay=False))
     batch = batch_of(19)
-    expected = scores_of(plain, batch, args)
+    own = scores_of(plain, batch, args)
     batch["routes"] = own_choice(policy, batch)
-    assert torch.equal(scores_of(policy, batch, args), expected)
+    assert torch.equal(scores_of(policy, batch, args), own)
 
     if name == "Qwen3Moe":
         sharded = devices.shard(train.Policy(args), replace(args, shard=True), torch.device("cpu"))
-        assert torch.equal(scores_of(sharded, batch, args), expected)
+        assert torch.equal(scores_of(sharded, batch, args), own)
 
     recomputing = train.Policy(replace(args, gradient_checkpointing=True))
     gradients = []
     for net in (plain, policy, recomputing):
-        micro = data.in_prefix_order(batch, [1, 2, 3, 4])
-        if not net.is_packed:
-            micro.shared = [0] * 4
+        micro = data.in_prefix_order(batch, [1, 2, 3, 4], net.is_packed)
         net(net.pack(batch, micro))["logprobs"].sum().backward()
         named = net.named_parameters()
         gradients.append({name: p.grad for name, p in named if p.grad is not None})
@@ -135,10 +116,10 @@ def test_the_routers_own_choice_changes_no_digit(name, build, process_group):
 
 
 def test_other_routes_are_those_of_a_model_that_is_forced_to_them(
-    build, process_group, monkeypatch
+    tmp_path, process_group, monkeypatch
 ):
     """Against transformers' model in float64, whose routers weigh given experts, row by row."""
-    args = args_of(build("Qwen3Moe"))
+    args = args_of(tmp_path)
     policy = train.Policy(args)
     batch = batch_of(8)
     generator = torch.Generator().manual_seed(0)
@@ -151,25 +132,20 @@ def test_other_routes_are_those_of_a_model_that_is_forced_to_them(
         args.model, dtype=torch.float64, experts_implementation="eager"
     )
     routers = [x for x in model.modules() if isinstance(x, Qwen3MoeTopKRouter)]
-    assert len(routers) == 4
+    for number, router in enumerate(routers):
+        router.experts = shared[:, number].long()
 
     def forced(self, hidden_states):
+        experts = self.experts[: len(hidden_states)]
         logits = F.linear(hidden_states, self.weight)
-        weights = logits.softmax(-1).gather(1, self.experts)
-        return logits, weights / weights.sum(-1, keepdim=True), self.experts
+        weights = logits.softmax(-1).gather(1, experts)
+        return logits, weights / weights.sum(-1, keepdim=True), experts
 
     monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", forced)
-    for row, length in enumerate(batch["lengths"].tolist()):
-        for number, router in enumerate(routers):
-            router.experts = shared[:length, number].long()
-        with torch.no_grad():
-            logits = model(batch["input_ids"][row : row + 1, :length]).logits[0]
-        ids = batch["input_ids"][row, 1:length]
-        logprobs = logits[:-1].log_softmax(-1).gather(1, ids[:, None])[:, 0]
-        start = batch["prompt_lengths"][row] - 1
-        mask = batch["response_mask"][row, : length - 1 - start].bool()
-        expected = logprobs[start:][mask].float()
-        torch.testing.assert_close(found[row, : len(mask)][mask], expected, atol=1e-5, rtol=0)
+    with torch.no_grad():
+        forced_scores = expected(model, batch, temperature=1.0)
+    assert len(routers) == 4
+    torch.testing.assert_close(found, forced_scores, atol=1e-5, rtol=0)
 
 
 def test_a_trajectory_keeps_each_tokens_first_routes():
@@ -193,13 +169,13 @@ def test_a_trajectory_keeps_each_tokens_first_routes():
     batch = data.collate([again])
     micro = data.in_prefix_order(batch, [0])
     for is_packed in (True, False):
-        packed = train.pack_routes(batch, micro, is_packed)
-        assert packed[:, 0, 0].tolist() == [0] * 4 + [1] * 4 + [-1] * 2
+        packed = data.pack_rows(batch, micro, "cpu", is_packed, has_routers=True)
+        assert packed["routes"][:, 0, 0].tolist() == [0] * 4 + [1] * 4 + [-1] * 2
     assert decode_routes(encode_routes(routes_of(3, 200))).unique().tolist() == [200]
 
 
-def test_sampled_tokens_without_routes_are_refused(build, process_group):
-    args = args_of(build("Qwen3Moe"), max_model_len=64)
+def test_sampled_tokens_without_routes_are_refused(tmp_path, process_group):
+    args = args_of(tmp_path)
     with pytest.raises(BadInput, match="sampled tokens without routes"):
         scores_of(train.Policy(args), batch_of(3), args)
     batch = batch_of(3)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,9 +50,9 @@ def cut(output: AgentLoopOutput, k: int, rng: random.Random) -> list[AgentLoopOu
     for segment, (start, end) in enumerate(zip(places, places[1:])):
         lists = {name: getattr(output, name)[start:end] for name in RESPONSE_LISTS}
         ((at, turn_reward),) = output.turn_rewards
-        piece = AgentLoopOutput(
+        piece = replace(
+            output,
             prompt_ids=ids[: len(output.prompt_ids) + start],
-            reward=output.reward,
             turn_rewards=[(at - start, turn_reward)] if start <= at < end else [],
             extra=output.extra | {"segment": segment},
             **lists,
