@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, metrics_of
+from conftest import REPO, clean_env, metrics_of
 from fixed_batch import batch_of
 
 import data
@@ -18,6 +18,7 @@ import train
 from flatrl import devices
 
 sys.path.append(str(REPO / "bench"))
+import gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,13 +31,11 @@ COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout", "lo
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory, tokenizer) -> str:
+def model_path(tmp_path_factory) -> str:
     """Random weights with Qwen2.5-0.5B's shape, and the calculator's tokenizer."""
-    import gpu
-
-    path = gpu.build("0.5B", tmp_path_factory.mktemp("qwen"), "cuda")
-    tokenizer.save_pretrained(path)
-    return path
+    path = tmp_path_factory.mktemp("qwen")
+    gpu.build("0.5B", path)
+    return str(path)
 
 
 @pytest.mark.parametrize("what, bytes_of_parameter", [
@@ -80,14 +79,12 @@ def test_offload_frees_the_gpu(model_path, what, bytes_of_parameter):
 
 def launched(*command: str):
     """Runs Python to its end. It is no rank, as this process has become."""
-    from common import environment_of_no_rank
-
     done = subprocess.run(
         [sys.executable, *command],
         cwd=REPO,
         capture_output=True,
         text=True,
-        env=environment_of_no_rank(),
+        env=clean_env(),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     for word in ("CUDA error", "CUDA Error", "Traceback", "terminate called"):
