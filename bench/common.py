@@ -28,6 +28,7 @@ LARGER = {
     "hidden_size": 256,
     "intermediate_size": 576,
     "num_hidden_layers": 4,
+    "max_position_embeddings": 4096,
     "initializer_range": 0.02,
 }
 

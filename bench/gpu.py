@@ -2,11 +2,12 @@
 
     python bench/gpu.py --size 7B                    # (GPU) a shape of Qwen2.5: 0.5B, 1.5B, 7B
     python bench/gpu.py --only sync agree            # (GPU) some of it
+    python bench/gpu.py --only --model shapes/0.5B   # nothing: it writes the model
     python bench/gpu.py --size tiny --cycles 2       # on a CPU, to try the code
 
-The model is random, with logits as spread as trained ones.
+The model is random, with logits as spread as trained ones. bench/gpu.sh runs this and more.
 
-    agree      how far the engine's logprobs are from the trainer's, also over a sync in mid-answer
+    agree      how far the engine's logprobs are from the trainer's
     sync       a weight sync, and a plain copy of the same tensors
     sleep      memory freed, of what the engine holds; memory lost after --cycles
 
@@ -18,9 +19,11 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import common
 import torch
+from fits import SHAPES
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import train
@@ -30,31 +33,14 @@ from flatrl.processes import Background
 
 GIB = 1 << 30
 FORCED = {"temperature": 1.0, "ignore_eos": True, "stop_token_ids": []}
-NAMES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
-SHAPES = {  # those of Qwen2.5, and a tiny one
-    "0.5B": (896, 4864, 24, 14, 2, 151936),
-    "1.5B": (1536, 8960, 28, 12, 2, 151936),
-    "7B": (3584, 18944, 28, 28, 4, 152064),
-    "tiny": (128, 256, 2, 4, 2, 320),
-}
 Row = tuple[str, str]  # what was measured, and the figure
 
 
-def build(size: str, folder: str) -> None:
+def build(size: str, folder: str | Path) -> None:
     """Writes a random model of that shape with the calculator's tokenizer."""
     make_tokenizer().save_pretrained(folder)
-    shape = dict(zip(NAMES, SHAPES[size]))
-    tied = size != "7B"
     config = Qwen2Config(
-        **shape,
-        tie_word_embeddings=tied,
+        **SHAPES[size]._asdict(),
         max_position_embeddings=8192,
         eos_token_id=1,
     )
@@ -71,11 +57,11 @@ def build(size: str, folder: str) -> None:
 class Sides:
     """An engine and a trainer of the same model in this process."""
 
-    def __init__(self, folder: str):
+    def __init__(self, model: str, output_dir: str):
         small_cache = '{"kv_cache_memory_bytes": 33554432}'
         self.args = train.Args(
-            model=folder,
-            output_dir=f"{folder}/out",
+            model=model,
+            output_dir=output_dir,
             gpu_memory_utilization=0.4,
             max_prompt_tokens=512,
             max_response_tokens=128,
@@ -102,29 +88,12 @@ def some_prompts(n: int, length: int) -> list[list[int]]:
 
 
 def agree(sides: Sides, options: argparse.Namespace) -> Iterator[Row]:
-    """Compares logprobs, also those of an answer that continues over a weight sync."""
+    """Compares logprobs."""
     train.sync(sides.engine, sides.net, 0)
     prompts = some_prompts(16, 64)
     outputs = sides.generate(prompts, 64)
     sides.engine.sleep()
     yield f"logprobs, {sides.args.dtype}", sides.difference(outputs)
-
-    sampling = FORCED | {"max_tokens": 40}
-    call = sides.engine.generate(request_id="s", prompt_ids=prompts[0], sampling_params=sampling)
-    train.sync(sides.engine, sides.net, 1)
-    future = sides.background.submit(call)
-    for _ in range(16):
-        sides.engine.step()
-    sides.engine.sleep(keep=True)
-    train.sync(sides.engine, sides.net, 2)
-    while not future.done():
-        sides.engine.step()
-    sides.engine.sleep()
-    answer = future.result()
-    n = answer.versions.count(1)
-    assert answer.versions == [1] * n + [2] * (40 - n) and 0 < n < 40, answer.versions
-    output = common.as_output(prompts[0], answer)
-    yield f"logprobs: {n} tokens, a sync, {40 - n}", sides.difference([output])
 
 
 def sync(sides: Sides, options: argparse.Namespace) -> Iterator[Row]:
@@ -186,13 +155,18 @@ def main() -> None:
     """Measures the sections, and prints each row as soon as it is there."""
     parser = common.make_parser(__doc__, cycles=200)
     parser.add_argument("--size", choices=SHAPES, default="0.5B")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--model", help="a folder that keeps the model, for other benches")
     options = parser.parse_args()
     columns = ("shape", "section", "what", "measured")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        build(options.size, folder)
-        sides = Sides(folder)
+        model = Path(options.model or folder)
+        if not (model / "config.json").exists():
+            build(options.size, model)
+        if not options.only:
+            return
+        sides = Sides(str(model), f"{folder}/out")
         print(f"| {' | '.join(columns)} |\n| --- | --- | --- | --- |")
         for name in options.only:
             for measured in SECTIONS[name](sides, options):

@@ -4,10 +4,13 @@
     python bench/trl.py --trl generate vllm     # TRL with vLLM in its process, too
     python bench/trl.py --prompt_tokens 300     # so many of tool schemas before every question
     python bench/trl.py --trl                   # flatrl alone; TRL need not be installed
+    python bench/trl.py --model FOLDER --prompts 24 --tokens 512 --rounds 4 --turns 2 --trl vllm \
+        --batch 16 32 48 --no_correction --bf16                      # (GPU) TRL as its users set it
 
-Both train the same model on the same prompts, with the same lengths, updates, precision and
-threads, each in a process of its own. They take turns, step by step; on a GPU one side ends before
-the next begins. A step has one update, no KL, no evaluation and no checkpoint.
+Both train the same model on the same prompts, with the same lengths, updates and threads, each in a
+process of its own. They take turns, step by step; on a GPU one side ends before the next begins,
+--turns times. A step has one update, no KL, no evaluation and no checkpoint. docs/scaling.md says
+where the work differs.
 """
 
 import argparse
@@ -33,8 +36,8 @@ ENDLESS = 10**6  # steps: the parent ends the processes
 
 def load(split: str) -> list[dict]:
     """Returns the calculator's questions, behind a system prompt if there is one."""
-    n_prompts = int(os.environ["BENCH_PROMPTS"])
-    system = os.environ["BENCH_SYSTEM"]
+    n_prompts = int(os.environ.get("BENCH_PROMPTS", 8192))
+    system = os.environ.get("BENCH_SYSTEM", "")
     rows = calculator.load(split)[: n_prompts if split == "train" else 1]
     if system:
         for row in rows:
@@ -161,6 +164,7 @@ def trl_config(options: argparse.Namespace, folder: str, vllm: bool):
         max_steps=ENDLESS,
         use_vllm=vllm,
         vllm_max_model_length=options.tokens + 512,
+        vllm_importance_sampling_correction=not options.no_correction,
     )
 
 
@@ -192,8 +196,9 @@ def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = Fa
             spent.clear()
 
     prompts = [{"prompt": row["prompt"]} for row in load("train")]
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype),
         args=trl_config(options, folder, vllm),
         processing_class=AutoTokenizer.from_pretrained(options.model),
         reward_funcs=lambda completions, **columns: [score(x[0]["content"]) for x in completions],
@@ -214,49 +219,64 @@ def trl_vllm(pipe, options: argparse.Namespace, folder: str) -> None:
     trl_generate(pipe, options, folder, vllm=True)
 
 
-SIDES = {"flatrl": flatrl, "TRL, generate": trl_generate, "TRL, vllm": trl_vllm}
+TRL = {"generate": trl_generate, "vllm": trl_vllm}
+
+
+def sides_of(options: argparse.Namespace) -> dict[str, tuple]:
+    """Returns each side's function and options, by its name: TRL has one for each --batch."""
+    sides = {"flatrl": (flatrl, options)}
+    for name in options.trl:
+        for batch in options.batch:
+            of_side = argparse.Namespace(**vars(options) | {"batch": batch})
+            sides[f"TRL, {name}" + (f", {batch}" if batch else "")] = (TRL[name], of_side)
+    return sides
 
 
 # ---------------------------------------------------------------- measuring
 
 
-def start(name: str, options: argparse.Namespace, folder: str) -> tuple:
+def start(side: tuple, folder: str) -> tuple:
     """Starts the process of a side, waits until it is about to make a step; returns (it, pipe)."""
+    work, options = side
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=SIDES[name], args=(theirs, options, folder), daemon=True)
+    process = context.Process(target=work, args=(theirs, options, folder), daemon=True)
     process.start()
     theirs.close()
     pipe.recv()
     return process, pipe
 
 
-def by_turns(sides: list[str], options: argparse.Namespace, folder: str) -> dict[str, list]:
-    """Lets the sides make their steps by turns; returns them without those of the warm-up."""
+def by_turns(sides: dict, options: argparse.Namespace, folder: str) -> dict[str, list]:
+    """Lets the sides make the steps of one of --turns; returns them without the warm-up.
+
+    Raises EOFError if a side's process dies."""
+    warm_up = options.warm_up
+    n_steps = warm_up + options.rounds // options.turns
     steps: dict[str, list] = {name: [] for name in sides}
     started: dict[str, tuple] = {}
     try:
-        for name in sides:  # one after the other: none works while another is timed
-            started[name] = start(name, options, folder)
-        for i in range(options.warm_up + options.rounds):
+        for name, side in sides.items():  # one after the other: none works while another is timed
+            started[name] = start(side, folder)
+        for i in range(n_steps):
             for name, (_, pipe) in started.items():
                 began = time.perf_counter()
                 pipe.send(None)
                 parts = pipe.recv()
                 steps[name].append({"step": time.perf_counter() - began, **parts})
             seconds = ", ".join(f"{name} {made[-1]['step']:.2f} s" for name, made in steps.items())
-            print(f"{'warm-up' if i < options.warm_up else 'round'}: {seconds}", flush=True)
+            print(f"{'warm-up' if i < warm_up else 'round'}: {seconds}", flush=True)
     finally:
         for process, _ in started.values():
             process.kill()
             process.join()
-    return {name: made[options.warm_up :] for name, made in steps.items()}
+    return {name: made[warm_up:] for name, made in steps.items()}
 
 
 def print_table(steps: dict[str, list]) -> list[dict]:
     """Prints the medians of each side's parts, and the ratios of the rounds; returns the rows."""
     columns = ("length", "step", "sync", "generate", "update")
-    print(f"\n{'':16}" + "".join(f"{name:>10}" for name in columns) + "   flatrl is faster by")
+    print(f"\n{'':20}" + "".join(f"{name:>10}" for name in columns) + "   flatrl is faster by")
     rows = []
     for name, made in steps.items():
         row = {"side": name}
@@ -269,7 +289,7 @@ def print_table(steps: dict[str, list]) -> list[dict]:
             ratios = [theirs["step"] / ours["step"] for theirs, ours in pairs]
             row["ratio"] = common.of_rounds(ratios)
             text += f"   {common.spread(ratios)}"
-        print(f"{name:16}{text}")
+        print(f"{name:20}{text}")
         rows.append(row)
     return rows
 
@@ -279,23 +299,34 @@ def main() -> None:
     import torch
 
     numbers = dict(prompts=16, group_size=8, tokens=64, rounds=5, warm_up=2, prompt_tokens=0)
+    numbers["turns"] = 1
     parser = common.make_parser(__doc__, **numbers)
     parser.add_argument("--model", help="default: a random model of 2.6M parameters")
     parser.add_argument("--trl", nargs="*", choices=("generate", "vllm"), default=["generate"])
-    parser.add_argument("--batch", type=int, help="responses in one pass of TRL; default: all")
+    batches = "responses in one pass of TRL, which divide those of a step; default: all"
+    parser.add_argument("--batch", type=int, nargs="*", default=[None], help=batches)
+    parser.add_argument("--no_correction", action="store_true", help="TRL scores nothing before")
+    parser.add_argument("--bf16", action="store_true", help="TRL's weights are bfloat16")
     parser.add_argument("--free", action="store_true", help="--tokens is only the limit")
     parser.add_argument("--engine_args", default="{}", help="as in train.py")
     options = parser.parse_args()
-    sides = ["flatrl", *(f"TRL, {name}" for name in options.trl)]
-    steps = {}
     with tempfile.TemporaryDirectory() as folder:
         options.model = options.model or common.random_model(f"{folder}/model", **common.LARGER)
         os.environ["BENCH_PROMPTS"] = str(options.prompts)
         os.environ["BENCH_SYSTEM"] = system_prompt(options.model, options.prompt_tokens)
+        sides = sides_of(options)
         alone = torch.cuda.is_available()
-        for together in [[name] for name in sides] if alone else [sides]:
-            steps |= by_turns(together, options, folder)
-        common.write_rows(options.out, print_table(steps))
+        steps = {name: [] for name in sides}
+        for together in ([[name] for name in sides] if alone else [[*sides]]) * options.turns:
+            try:
+                made = by_turns({name: sides[name] for name in together}, options, folder)
+            except EOFError:  # perhaps out of memory
+                print(f"{' or '.join(together)} has died, and is left out", flush=True)
+            else:
+                for name in together:
+                    steps[name] += made[name]
+        whole = {name: made for name, made in steps.items() if len(made) == options.rounds}
+        common.write_rows(options.out, print_table(whole))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """How long do scoring and an update take, without sharing, and in a bare loop?
 
-    python bench/update.py --rounds 3 [--cases 1]
+    python bench/update.py --rounds 3           # on a GPU: as in bench/gpu.sh
 
     flatrl      train.score_tokens; train.optimise: one optimiser step, GRPO, no KL
     unshared    the same, with every trajectory as a sequence of its own
     bare        transformers' forward (sdpa) on whole rows, log-softmax, backward, AdamW
 
-All sides get the same 32 random trajectories, give the same logprobs, and take turns. The table has
-the seconds of scoring and of an update, and their ratio to flatrl's.
+All sides get the same --rows random trajectories, give the same logprobs, and take turns. The table
+has the seconds of scoring and of an update, and their ratio to flatrl's.
 """
 
-import operator
 import statistics
 import tempfile
 
@@ -24,9 +23,8 @@ from agent_loop import TokenOutput
 
 LR = 0.0  # the same work, and all sides keep the same weights
 COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
-# Prompts, and the tokens of each prompt and response. With 32 prompts none is shared.
+# Prompts, and the tokens of each prompt and response. With 32 prompts for 32 rows none is shared.
 CASES = [(4, 24, 64), (4, 24, 256), (4, 256, 64), (4, 256, 256), (4, 1024, 64), (32, 24, 64)]
-N_ROWS = 32
 
 
 def share_nothing(batch: dict, rows: list[int], is_packed: bool = True) -> data.MicroBatch:
@@ -35,18 +33,18 @@ def share_nothing(batch: dict, rows: list[int], is_packed: bool = True) -> data.
     return data.MicroBatch(list(rows), lengths, [0] * len(rows))
 
 
-def make_batch(n_prompts: int, P: int, R: int) -> dict:
+def make_batch(n_rows: int, n_prompts: int, P: int, R: int) -> dict:
     """Returns a batch of random tokens and advantages: prompts of P tokens, responses of R."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 250, (n_prompts, P), generator=generator)
-    prompts = prompts.repeat_interleave(N_ROWS // n_prompts, 0)
-    answers = torch.randint(3, 250, (N_ROWS, R), generator=generator)
+    prompts = prompts.repeat_interleave(n_rows // n_prompts, 0)
+    answers = torch.randint(3, 250, (n_rows, R), generator=generator)
     outputs = []
     for prompt, answer in zip(prompts.tolist(), answers.tolist()):
         out = TokenOutput(answer, [0.0] * R, [0] * R, "length", prompt)
         outputs.append(common.as_output(prompt, out))
     batch = data.collate(outputs)
-    advantages = torch.randn(N_ROWS, 1, generator=generator).repeat(1, R)
+    advantages = torch.randn(n_rows, 1, generator=generator).repeat(1, R)
     # Every row is a unit.
     return batch | {"unit_tokens": batch["response_mask"].sum(-1), "advantages": advantages}
 
@@ -66,7 +64,7 @@ class Flatrl:
 
     def update(self, batch: dict) -> None:
         data.in_prefix_order = self.in_prefix_order
-        step = (train.policy_objective, batch, COLUMNS, range(N_ROWS))
+        step = (train.policy_objective, batch, COLUMNS, range(len(batch["lengths"])))
         train.optimise(self.learner, *step, self.args, self.accelerator)
 
 
@@ -82,7 +80,7 @@ class Bare:
         """Yields rows of the batch, and the logprobs of their responses, (rows, T)."""
         ids = batch["input_ids"]
         T = batch["response_mask"].shape[1]
-        for rows in torch.arange(N_ROWS).split(self.n_tokens // ids.shape[1]):
+        for rows in torch.arange(len(ids)).split(self.n_tokens // ids.shape[1]):
             output = self.model(ids[rows], use_cache=False, logits_to_keep=T + 1)
             logprobs = output.logits[:, :-1].log_softmax(-1)
             yield rows, logprobs.gather(-1, ids[rows, -T:, None])[..., 0]
@@ -115,7 +113,7 @@ def measure(sides: dict, batch: dict, rounds: int) -> list[dict]:
         row = {"side": name}
         line = f"  {name:9}"
         for work in ("score", "update"):
-            ratios = map(operator.truediv, times[name, work], times["flatrl", work])
+            ratios = [x / ours for x, ours in zip(times[name, work], times["flatrl", work])]
             row[f"{work}_s"] = statistics.median(times[name, work])
             row[f"{work}_ratio"] = statistics.median(ratios)
             line += f" {work} {row[f'{work}_s']:.3f} s, {row[f'{work}_ratio']:.2f}  "
@@ -126,23 +124,25 @@ def measure(sides: dict, batch: dict, rounds: int) -> list[dict]:
 
 def main() -> None:
     """Builds the sides, and measures them in each case."""
-    options = common.make_parser(__doc__, rounds=5, cases=len(CASES)).parse_args()
+    parser = common.make_parser(__doc__, rounds=5, rows=32)
+    parser.add_argument("--model", help="default: a random model of 2.6M parameters")
+    parser.add_argument("--case", type=int, nargs=3, help="prompts, and tokens of each and answer")
+    parser.add_argument("--only", choices=["flatrl"], help="without the other sides")
+    options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        model = common.random_model(folder, **common.LARGER, max_position_embeddings=4096)
-        args = train.Args(model=model)
+        args = train.Args(model=options.model or common.random_model(folder, **common.LARGER))
         accelerator = common.start(args)
-        sides = {
-            "flatrl": Flatrl(args, accelerator, data.in_prefix_order),
-            "unshared": Flatrl(args, accelerator, share_nothing),
-            "bare": Bare(args),
-        }
-        for n_prompts, P, R in CASES[: options.cases]:
+        sides = {"flatrl": Flatrl(args, accelerator, data.in_prefix_order)}
+        if not options.only:
+            sides["unshared"] = Flatrl(args, accelerator, share_nothing)
+            sides["bare"] = Bare(args)
+        for n_prompts, P, R in [options.case] if options.case else CASES:
             print(f"{n_prompts} prompts of {P}, responses of {R} tokens", flush=True)
             args.max_response_tokens = R
             case = {"prompts": n_prompts, "prompt_tokens": P, "response_tokens": R}
-            measured = measure(sides, make_batch(n_prompts, P, R), options.rounds)
-            rows += [case | row for row in measured]
+            batch = make_batch(options.rows, n_prompts, P, R)
+            rows += [case | row for row in measure(sides, batch, options.rounds)]
     common.write_rows(options.out, rows)
 
 

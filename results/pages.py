@@ -2,11 +2,13 @@
 
     python results/pages.py tables                    # rewrites the tables of README.md and docs/
     python results/pages.py check                     # exit code 1 if a table is out of date
+    python results/pages.py steps FOLDER              # the steps that bench/gpu.sh measured
     python results/pages.py picture RUN PICTURE.png   # how a run of examples/bisection.py learned
     python results/pages.py games ROWS.jsonl          # its teacher's games, for --train_files
 
-A table stands between `<!-- results: FIGURE -->` and `<!-- end -->`. It has the held-out reward of
-each run after some steps, and the seconds of its command. The picture needs matplotlib.
+A table stands between `<!-- results: FIGURE -->` and `<!-- end -->`. "gpu" has the steps of a GPU,
+"fits" comes from bench/fits.py. Any other has the held-out reward of each run after some steps, and
+the seconds of its command. The picture needs matplotlib.
 """
 
 import json
@@ -14,10 +16,14 @@ import random
 import re
 import sys
 from pathlib import Path
+from statistics import median
 
 from record import RESULTS, read_lines, read_records
 
 REPO = RESULTS.parent
+sys.path.append(str(REPO / "bench"))
+import fits
+
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 STEPS = {  # the columns of a figure's table
@@ -26,11 +32,58 @@ STEPS = {  # the columns of a figure's table
     "maze": (0, 6, 8, 12, 18, 24),
 }
 
+PEAK = 989e12  # operations a second of an H100's dense bfloat16 products, by its data sheet
+STEP = {  # the columns of a GPU's table
+    "timing/step_s": "step, s",
+    "timing/rollout_s": "rollout",
+    "timing/train_s": "training",
+    "timing/sync_s": "sync",
+    "throughput/tokens_per_s": "tokens/s",
+}
+
 # ---------------------------------------------------------------- tables
+
+
+def as_table(rows: list[list[str]]) -> str:
+    """Returns rows as a table; the first is its header."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "".join(f"| {' | '.join(row)} |\n" for row in lines)
+
+
+def mfu(step: dict[str, float], size: str, has_lora: bool) -> float:
+    """Returns throughput/mfu on an H100, where metrics have none (see flatrl/peaks.py).
+
+    By sampled tokens and the seconds of all training. size: a key of fits.SHAPES."""
+    shape = fits.SHAPES[size]
+    looked_up = 0 if shape.tie_word_embeddings else shape.hidden_size * shape.vocab_size
+    n_tokens = step["throughput/tokens_per_s"] * step["timing/rollout_s"]
+    n_operations = (4 if has_lora else 6) * (shape.parameters - looked_up) * n_tokens
+    return n_operations / step["timing/train_s"] / PEAK
+
+
+def gpu_steps(folder: Path) -> list[list[str]]:
+    """Returns the runs step_SIZE of a GPU: medians over the steps from the second on."""
+    rows = [["model", "GPU", *STEP.values(), "MFU"]]
+    records = read_records(folder)
+    for metrics in read_lines(folder / "metrics.jsonl"):
+        name = metrics["run"]
+        if not name.startswith("step_"):
+            continue
+        size = name.removeprefix("step_")
+        has_lora = "--lora_rank" in records[name]["command"]
+        card = re.search(r"NVIDIA (?:GeForce )?([^;,]+)|$", records[name]["machine"])[1]
+        step = {metric: median(metrics[metric][1:]) for metric in STEP}
+        share = mfu(step, size, has_lora) if card and "H100" in card else 0
+        share = median(metrics.get("throughput/mfu", [share]))
+        numbers = [f"{x:,.0f}" if x > 100 else f"{x:.1f}" for x in step.values()]
+        rows.append([size + ", LoRA" * has_lora, card or "", *numbers, f"{share:.0%}"])
+    return rows
 
 
 def table(figure: str, results: Path = RESULTS) -> str:
     """Returns the table of a figure: a row for each run."""
+    if figure in ("fits", "gpu"):
+        return as_table(fits.rows() if figure == "fits" else gpu_steps(results / figure))
     folder = results / figure
     records = read_records(folder)
     steps = [str(step) for step in STEPS[figure]]
@@ -38,7 +91,7 @@ def table(figure: str, results: Path = RESULTS) -> str:
     header = ["held-out reward after step", *steps]
     if is_timed:
         header.append("seconds")
-    rows = [header, ["---"] * len(header)]
+    rows = [header]
     for metrics in read_lines(folder / "metrics.jsonl"):
         name = metrics["run"]
         record = records[name]
@@ -49,8 +102,7 @@ def table(figure: str, results: Path = RESULTS) -> str:
         if is_timed:
             row.append(str(record.get("seconds", "")))
         rows.append(row)
-    lines = [f"| {' | '.join(row)} |\n" for row in rows]
-    return "".join(lines)
+    return as_table(rows)
 
 
 def rewrite(text: str) -> str:
@@ -139,6 +191,8 @@ def main(words: list[str]) -> int:
     match words:
         case ["tables" | "check"]:
             return write_tables(PAGES, only_check=words == ["check"])
+        case ["steps", folder]:
+            print(as_table(gpu_steps(Path(folder))))
         case ["picture", run, target]:
             write_picture(Path(run), Path(target))
         case ["games", target]:

@@ -1,12 +1,26 @@
-"""Every bench in its smallest form: it ends with code 0 and prints its table."""
+"""Every bench in its smallest form: it ends with code 0 and prints its table. What fits a GPU."""
 
+import argparse
 import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
 
 import pytest
+import torch
+from accelerate import Accelerator
 from conftest import REPO, SMALL_CACHE
+from fixed_batch import batch_of
+
+import data
+import train
+
+sys.path.append(str(REPO / "bench"))
+import fits
+import gpu
+import update
 
 ENGINE = ["--engine_args", SMALL_CACHE]
 SHORT = "--prompts 2 --group_size 2 --rounds 1 --tokens 4".split()
@@ -30,7 +44,7 @@ TABLES = [
         "^flatrl +# +# +# +# +#",
     ),
     (
-        ["update", *"--rounds 1 --cases 1".split()],
+        ["update", *"--rounds 1 --case 4 24 64".split()],
         "^ +bare +score # s, # +update # s, #$",
     ),
 ]
@@ -45,3 +59,115 @@ def test_bench(words, pattern):
     assert done.returncode == 0, done.stderr
     expression = pattern.replace("#", r"-?[\d.,]+(?:e[+-]?\d+)?")
     assert re.search(expression, done.stdout, re.MULTILINE), done.stdout
+
+
+# ---------------------------------------------------------------- bench/gpu.sh
+
+
+class Parsed(Exception):
+    """The flags of a bench are right."""
+
+
+def check_flags(file: str, flags: list[str], monkeypatch):
+    """Raises an error if train.py or a bench refuses these flags."""
+    if file == "train.py":
+        train.check_args(train.parse_args(flags))
+        return
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_alone(parser):
+        parse(parser, flags)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_alone)
+    with pytest.raises(Parsed):
+        runpy.run_path(str(REPO / file), run_name="__main__")
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("plan", ["15", "30", "trl", "tiny"])
+def test_the_commands_of_a_plan_parse(plan, tmp_path, monkeypatch):
+    env = os.environ | {"DRY": "1"}
+    command = [REPO / "bench/gpu.sh", plan, tmp_path]
+    lines = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    checked = []
+    for line in lines.splitlines():
+        name, limit, *words = shlex.split(line)
+        assert int(limit) > 0
+        if words[0] == "python":
+            file, *flags = words[words.index("--") + 2 :] if "--" in words else words[1:]
+            assert file == "-m" or (REPO / file).is_file()
+            if file == "train.py" or file.startswith("bench/"):
+                check_flags(file, flags, monkeypatch)
+                checked.append(name)
+    assert len(checked) == {"15": 11, "30": 15, "trl": 2, "tiny": 8}[plan]
+
+
+def test_a_part_that_fails_is_a_row(tmp_path):
+    command = [REPO / "bench/gpu.sh", "tiny", tmp_path, "host", "replay_8192"]
+    done = subprocess.run(command, capture_output=True, text=True)  # there is no run to replay
+    assert re.search(r"^\| host \| 0 \| \d+ \| .*best of", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^\| replay_8192 \| 1 \|", done.stdout, re.MULTILINE), done.stdout
+    assert "--replay" in (tmp_path / "replay_8192.log").read_text()
+
+
+# ---------------------------------------------------------------- bench/fits.py
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_what_fits_is_counted_as_a_run_has_it(rank, tmp_path, process_group, monkeypatch):
+    gpu.build("tiny", tmp_path)
+    args = train.Args(model=str(tmp_path), dtype="bfloat16", shard=True, lora_rank=rank)
+    train.complete_flags(args, cuda=False)
+    data.register_packed_attention()
+    accelerator = Accelerator(cpu=True)
+    learner = train.Learner(train.Policy(args), 1e-3, 1, args, accelerator)
+    batch = batch_of(6)
+    batch["advantages"] = torch.ones_like(batch["response_mask"])
+    found = {}
+
+    def size(tensors) -> int:
+        return sum(tensor.to_local().nbytes for tensor in tensors if tensor is not None)
+
+    def see_gradients(parameters, max_norm):
+        found["gradients"] = size(p.grad for p in parameters)
+        return torch.ones(())
+
+    monkeypatch.setattr(accelerator, "clip_grad_norm_", see_gradients)
+    columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
+    train.optimise(learner, train.policy_objective, batch, columns, range(6), args, accelerator)
+    found["weights"] = size(learner.net.parameters())
+    states = learner.optimizers[0].state.values()
+    found["adam"] = size(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
+    assert found == fits.states(fits.SHAPES["tiny"], rank=rank)
+    n_parameters = sum(p.numel() for p in learner.net.parameters())
+    assert n_parameters == fits.SHAPES["tiny"].parameters + fits.SHAPES["tiny"].adapters(rank)
+
+
+def test_activations_are_those_that_a_forward_pass_keeps(tmp_path, process_group):
+    gpu.build("tiny", tmp_path)
+    args = train.Args(model=str(tmp_path), dtype="bfloat16", shard=True)
+    train.complete_flags(args, cuda=False)
+    data.register_packed_attention()
+    learner = train.Learner(train.Policy(args), 0.0, 1, args, Accelerator(cpu=True))
+
+    def kept(n_rows: int) -> int:
+        """Returns the bytes that a pass over so many rows of 64 tokens keeps, with its weights."""
+        storages = {}
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage  # alive: no other gets its address
+            return tensor
+
+        batch = update.make_batch(n_rows, n_rows, 32, 32)
+        packed = learner.net.pack(batch, update.share_nothing(batch, [*range(n_rows)]))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            scores = learner.wrapped(packed)
+        total = sum(storage.nbytes() for storage in storages.values())
+        scores["logprobs"].sum().backward()
+        return total
+
+    expected = fits.activations(fits.SHAPES["tiny"], 4 * 64)
+    # More: the last norm, and attention's output, which is copied on a CPU.
+    assert expected < kept(8) - kept(4) < 1.25 * expected
