@@ -52,7 +52,17 @@ from agent_loop import (
     in_time,
     visible_text,
 )
-from flatrl.bad_input import BadReward, NothingLeft, RunFailed, check_ids, need, reason, refusing
+from flatrl import vllm_engine
+from flatrl.bad_input import (
+    BadReward,
+    NothingLeft,
+    RunFailed,
+    check_ids,
+    last_line,
+    need,
+    reason,
+    refusing,
+)
 from flatrl.compact import compact
 from flatrl.hints import tell
 from flatrl.launch import Bar
@@ -71,15 +81,6 @@ from flatrl.rows import copy_row
 from flatrl.shared_state import check_refused
 from flatrl.units import last_outputs, rollout_of, unit_of
 from flatrl.vision import check_images, merge_images
-from flatrl.vllm_engine import (
-    keep_loaded,
-    load_into,
-    never_sample,
-    prepare_vllm,
-    sampling_params,
-    unlink_shared_memory,
-    vllm_arguments,
-)
 
 MAX_CONCURRENT = 1024  # rollouts that run on one rank; many of them wait for tools
 REWARD_TIMEOUT = 300.0  # seconds for a call of the task's reward or sampler
@@ -126,24 +127,26 @@ class Engine:
         vocab_size: int | None = None,
         image_token_id: int | None = None,
     ):
-        prepare_vllm(device, args.tp)
+        vllm_engine.prepare_vllm(device, args.tp)
         from vllm import LLM
 
         self.args = args
         self.stop_token_ids = sorted(set(stop_token_ids))
         # It may fail, for example, for an unsupported block_size or too little memory.
         with refusing(f"--engine_args {args.engine_args}: vLLM's engine does not start"):
-            self.llm = LLM(**vllm_arguments(model, args, device, image_token_id is not None))
+            has_images = image_token_id is not None
+            self.llm = LLM(**vllm_engine.vllm_arguments(model, args, device, has_images))
         self.core = self.llm.llm_engine
         if json.loads(args.engine_args).get("enable_sleep_mode") is False:
-            keep_loaded(self.core)
+            vllm_engine.keep_loaded(self.core)
         if device.type == "cpu" and args.tp > 1:
-            unlink_shared_memory()
+            vllm_engine.unlink_shared_memory()
         self.vocab_size = vocab_size or self.core.model_config.get_vocab_size()
         never = [slice(self.vocab_size, None)]
         if image_token_id is not None:
             never.append(image_token_id)
-        self.llm.apply_model(lambda model: never_sample(model, never))
+        self.llm.apply_model(lambda model: vllm_engine.never_sample(model, never))
+        vllm_engine.skip_middle_tokens(self.core.output_processor)
         self.version = -1
         self.leader = dist.get_rank() % args.tp == 0  # the first of args.tp consecutive ranks
         self.team = None  # the process group of the ranks that share this engine
@@ -197,7 +200,9 @@ class Engine:
         self._require("weights")
         config = self.core.vllm_config
         with set_current_vllm_config(config):
-            self.llm.apply_model(lambda model: load_into(model, named_tensors, config.model_config))
+            self.llm.apply_model(
+                lambda model: vllm_engine.load_into(model, named_tensors, config.model_config)
+            )
         self.version = version
         self.state = "synced"
 
@@ -351,7 +356,6 @@ class Engine:
             for call_id, request in self.running.items()
             if aborts_all or request.is_given_up
         ]
-        runs_model = runs_model and bool(added or self.running)
         if aborted or runs_model:
             if self.team:
                 copies = [replace(request, future=None) for request in added]
@@ -387,7 +391,8 @@ class Engine:
             if request.images:
                 prompt["multi_modal_data"] = {"image": request.images}
             try:
-                self.core.add_request(request.call_id, prompt, sampling_params(request.params))
+                params = vllm_engine.sampling_params(request.params)
+                self.core.add_request(request.call_id, prompt, params)
                 self.running[request.call_id] = request
             except Exception as error:  # of any type; only this request fails
                 results.append((request, ValueError(str(error))))
@@ -689,14 +694,11 @@ PRINTED_TOOLS = set()  # the tools whose first exception was printed in this pro
 
 def print_tool_exceptions(loop: AgentLoopBase):
     """Prints the first exception of each tool in this process, with its line in the task file."""
-    file = getattr(loop.task, "__file__", "")
     for name, error in loop.tool_exceptions.items():
         if name not in PRINTED_TOOLS:
             PRINTED_TOOLS.add(name)
-            frames = traceback.extract_tb(error.__traceback__)
-            last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-            where = f"{last.filename}:{last.lineno}"
-            print(f"\nfirst exception of tool {name!r}: {reason(error)} ({where})", file=sys.stderr)
+            where = last_line(error, getattr(loop.task, "__file__", ""))
+            print(f"\nfirst exception of tool {name!r}{where}: {reason(error)}", file=sys.stderr)
 
 
 def complete_output(output: AgentLoopOutput, segment: int, tokenizer, member: Member, row: dict):
@@ -711,9 +713,6 @@ def complete_output(output: AgentLoopOutput, segment: int, tokenizer, member: Me
         output.text = visible_text(tokenizer, output.response_ids, output.response_mask)
     if not output.messages:
         output.messages = [*row["prompt"], {"role": "assistant", "content": output.text}]
-
-
-REWARD_FIELDS = ("reward", "turn_rewards", "metrics")  # fields of an output that a reward may write
 
 
 async def grade_rollout(run, outputs: list[AgentLoopOutput], row: dict, reward=None):
@@ -820,7 +819,7 @@ class Pool:
     group_size: int
     sampling: dict
     step: int
-    end_step: float = math.inf  # the number of steps of the run
+    num_steps: float = math.inf  # of the run
     staleness: int = 0
     replacements: int = 0  # the most groups that a step replaces
     greedy: bool = False  # each group has a greedy baseline, its last member
@@ -984,7 +983,7 @@ class Pool:
         group.graders[member.prompt, member.sample] = grader
 
     async def _grade(self, member, outputs, reward) -> list[dict] | dict:
-        """Returns the fields REWARD_FIELDS of each output or, if the reward failed, an error."""
+        """Returns what a reward may write of each output or, if the reward failed, an error."""
         try:
             await grade_rollout(self.run, outputs, self.row_of(member.prompt), reward)
         except BaseException as error:
@@ -992,7 +991,8 @@ class Pool:
                 raise
             kind = "no_reward" if isinstance(error, BadReward) else "failed_reward"
             return self._failure(kind, member, error)
-        return [{name: getattr(output, name) for name in REWARD_FIELDS} for output in outputs]
+        names = ("reward", "turn_rewards", "metrics")
+        return [{name: getattr(output, name) for name in names} for output in outputs]
 
     async def _has_no_signal(self, group: Rollouts) -> bool:
         """Returns whether dynamic sampling replaces the group (DAPO, arXiv 2503.14476, 3.2)."""
@@ -1027,17 +1027,17 @@ class Pool:
         rank = dist.get_rank() // self.args.tp
         set_seed(data.stable_hash(self.args.seed, self.kind, step, rank) % 2**32)
         self.first_of_batch = self.first_of_next_batch
-        n_batches = min(1 + self.staleness, self.end_step - step)
+        n_batches = min(1 + self.staleness, self.num_steps - step)
         capacity = self.first_of_next_batch + n_batches * self.batch_size
         if self.kind == "train" and getattr(self.run.task, "sampler", None):
             # Makes it choose all rows now, while all ranks have the same history.
             self.row_of(capacity + self.replacements - 1)
         self._set_limit(capacity)
 
-        states = []  # of the groups first, first + 1, ..., up to one that has not ended
+        states = []  # of the next groups, up to the first that has not ended
 
-        def take_ended() -> bool:
-            """Returns whether the groups that have ended make a batch. If not, others may start."""
+        def batch_is_complete() -> bool:
+            """Reads more of the states. If they make no batch yet, other groups may start."""
             while len(states) - min(states.count(NO_SIGNAL), self.replacements) < self.batch_size:
                 state = self.store.add(str(self.first_of_next_batch + len(states)), 0)
                 if state == RUNNING:
@@ -1046,7 +1046,7 @@ class Pool:
                 states.append(state)
             return True
 
-        self._work_until(take_ended, self.title, self.batch_size)
+        self._work_until(batch_is_complete, self.title, self.batch_size)
         # Rank 0's: all leaders have the same, and the followers of a --tp team have none.
         states = gather_unless_stopped(states, self.run.stop.requested)[0]
 
@@ -1271,7 +1271,7 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
         group_size=args.group_size,
         sampling=args.sampling(),
         step=step,
-        end_step=args.num_steps,
+        num_steps=args.num_steps,
         staleness=args.max_staleness,
         replacements=(args.max_gen_batches - 1) * args.prompts_per_step,
         greedy="baselines" in args.estimator_takes,

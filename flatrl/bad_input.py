@@ -41,12 +41,13 @@ def refusing(problem: str, file: str = "") -> Iterator[None]:
         raise
     except BaseException as error:
         if file and not isinstance(error, SyntaxError):  # whose text says where
-            problem += _last_line(error, Path(file))
+            problem += last_line(error, file)
         raise BadInput(f"{problem}: {reason(error).removeprefix('ValueError: ')}") from error
 
 
-def _last_line(error, file):
-    """Returns the last line of an error's traceback that is in a file or in one beside it."""
+def last_line(error: BaseException, file: str) -> str:
+    """Returns ", line N", the last of an error's traceback in a file or in one beside it, or ""."""
+    file = Path(file)
     for place in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(place.filename)
         if path.parent == file.parent:

@@ -118,10 +118,9 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         prefix_caching_hash_algo="xxhash",  # of all blocks of a prompt, at each turn
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        language_model_only=not vision,
+        enable_return_routed_experts=args.router_replay,
     )
-    arguments["language_model_only"] = not vision
-    if args.router_replay:
-        arguments["enable_return_routed_experts"] = True
     if vision:
         arguments["limit_mm_per_prompt"] = {"image": args.max_images, "video": 0}
     if device.type == "cuda":
@@ -361,6 +360,38 @@ def keep_loaded(llm_engine):
     executor = llm_engine.engine_core.engine_core.model_executor
     executor.sleep = lambda level: None
     executor.wake_up = lambda tags: None
+
+
+def skip_middle_tokens(processor):
+    """Spares vLLM's OutputProcessor the tokens of a request between its first and its last.
+
+    Only their ids and logprobs are kept. With each token vLLM would also make entries for ranks and
+    decoded texts, and look for a stop string. Requests that have one still take vLLM's way."""
+    from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    process = processor.process_outputs
+
+    def process_outputs(outputs, **context):
+        others = []
+        for output in outputs:
+            state = processor.request_states.get(output.request_id)
+            if (
+                state is None  # aborted
+                or state.is_prefilling
+                or output.finished
+                or output.routed_experts is not None
+                or type(state.detokenizer) is not IncrementalDetokenizer  # with stop strings
+                or type(state.logprobs_processor.logprobs) is not FlatLogprobs  # not by `generate`
+            ):
+                others.append(output)
+                continue
+            state.detokenizer.token_ids.extend(output.new_token_ids)
+            logprobs = state.logprobs_processor.logprobs.logprobs
+            logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+        return process(others, **context)
+
+    processor.process_outputs = process_outputs
 
 
 def unlink_shared_memory():
