@@ -66,11 +66,9 @@ from flatrl.tools import (
 )
 from flatrl.user_code import (  # noqa: F401
     DEADLINE,
-    TOKEN_BREAK,
     CallTimeoutError,
     call,
     checked_number,
-    checked_text,
     clean,
     in_thread,
     in_time,
@@ -235,14 +233,9 @@ def total_reward(output: AgentLoopOutput) -> float:
 
 
 def numeric_entries(values: dict) -> dict[str, float]:
-    """Returns the entries of a dict that are real numbers, including bools and numpy's numbers."""
-    numbers = {}
-    for name, value in values.items():
-        if isinstance(value, np.bool_):  # neither Real, nor does it add up
-            value = bool(value)
-        if isinstance(value, Real):
-            numbers[name] = value
-    return numbers
+    """Returns the entries of a dict that are real numbers. Bools, also numpy's, become 0 or 1."""
+    kinds = Real | np.bool_
+    return {name: value + 0 for name, value in values.items() if isinstance(value, kinds)}
 
 
 # ---------------------------------------------------------------- agent loops
@@ -254,8 +247,6 @@ def register(name: str) -> Callable:
     """Class decorator: makes a loop available to `--agent name` and to a row's agent_name."""
 
     def add(cls):
-        if not issubclass(cls, AgentLoopBase):
-            raise BadInput(f"@register({name!r}) is for subclasses of AgentLoopBase: {cls!r}")
         AGENT_LOOPS[name] = cls
         return cls
 
@@ -343,15 +334,10 @@ class Trajectory:
         self.begin(prompt_ids, engine_ids)
         self.count("forks")
 
-    def add_sampled(self, out: TokenOutput, trained: bool = True):
-        """Appends the tokens of an assistant turn, with mask 1.
-
-        trained=False (mask 0): for constrained decoding, whose logprobs are not the policy's."""
+    def add_sampled(self, out: TokenOutput):
+        """Appends the tokens of an assistant turn, with mask 1."""
         self.assistant_turns += 1
         self.routes = join_routes(self.routes, out.routes)
-        if not trained:
-            self.add_given(out.token_ids)
-            return
         mask = [1] * len(out.token_ids)
         self._add(out.token_ids, out.token_ids, mask, out.logprobs, out.versions)
 
@@ -558,8 +544,7 @@ class AgentLoopBase:
                     "the engine and the processor disagree about the tokens of the images: "
                     f"{len(out.prompt_ids)} against {len(prompt_ids)}")
         before = trajectory.engine_ids[-PROMPT_TAIL:]  # may end with an opening <think> tag
-        is_constrained = "structured_outputs" in sampling_params
-        trajectory.add_sampled(out, trained=not is_constrained)
+        trajectory.add_sampled(out)
         trajectory.stop_reason = out.stop_reason
         content_ids = out.token_ids
         stops = self.stop_token_ids(sampling_params)
@@ -631,14 +616,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def __init__(self, engine, tokenizer, processor, task, args):
         super().__init__(engine, tokenizer, processor, task, args)
-        # `run` sets these for its row.
-        self.sampling_params = {}
-        self.stops = set()  # the ids that end a turn
-        self.tools = {}  # by name
-        self.tools_kwargs = {}
-        self.schemas = []  # of the tools
-        self.interaction = None
-        self.interaction_kwargs = {}
+        self.tools_kwargs = {}  # of the row
         self.interaction_turns = 0  # replies of the simulated user: max_user_turns limits them
         self.create_errors = {}  # of each tool that was created: its error, or None
         self.creating = defaultdict(asyncio.Lock)  # by tool name
@@ -646,9 +624,9 @@ class ToolAgentLoop(AgentLoopBase):
     async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Runs one rollout: its turns, then the tools' `calc_reward`, then their `release`."""
         self.sampling_params = sampling_params
-        self.stops = self.stop_token_ids(sampling_params)
+        self.stops = self.stop_token_ids(sampling_params)  # the ids that end a turn
         self.tools_kwargs = row_kwargs(row, "tools_kwargs")
-        self.tools = task_tools(self.task, self.tools_kwargs)
+        self.tools = task_tools(self.task, self.tools_kwargs)  # by name
         self.schemas = [tool.schema for tool in self.tools.values()]
         self.interaction_kwargs = dict(row_kwargs(row, "interaction_kwargs"))
         self.interaction = task_interaction(self.task, self.interaction_kwargs)
@@ -684,8 +662,7 @@ class ToolAgentLoop(AgentLoopBase):
             text = await self._ask_interaction(
                 self.interaction.start, trajectory.request_id, **self.interaction_kwargs)
         if text is not None:
-            text = checked_text(text, f"the text of interaction {self.interaction.name!r}")
-            trajectory.messages.append({"role": "user", "content": text})
+            trajectory.messages.append({"role": "user", "content": clean(text)})
             prompt = self.prompt(
                 trajectory.messages, self.schemas, trajectory.images, trajectory.trusted)
             trajectory.begin(*prompt)
@@ -871,8 +848,7 @@ class ToolAgentLoop(AgentLoopBase):
             **self.interaction_kwargs,
         )
         trajectory.record("interaction", name, reward, metrics)
-        text = "" if done and text is None else text
-        text = checked_text(text, f"the text of interaction {name!r}")
+        text = clean("" if done and text is None else text)
         at_user_limit = 0 < self.args.max_user_turns <= self.interaction_turns
         if not done and (at_user_limit or self._at_assistant_limit(trajectory)):
             trajectory.stop_reason = "max_turns"

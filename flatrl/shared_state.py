@@ -32,7 +32,6 @@ CHDIR = os.chdir
 EXIT = os._exit
 START = threading.Thread.start
 SUBMIT = ThreadPoolExecutor.submit
-PROCESS = os.getpid()
 RUNS = set()  # this process, once train.py runs in it
 
 
@@ -74,8 +73,8 @@ def _chdir(path):
 
 
 def _exit(status):
-    """Replaces os._exit. Processes that user code has forked may still end by it."""
-    if os.getpid() in RUNS or (os.getpid() == PROCESS and not in_main_thread()):
+    """Replaces os._exit. Processes that user code has forked, even in a thread, may end by it."""
+    if os.getpid() in RUNS or not in_main_thread():
         raise RuntimeError(f"os._exit({status}) would end the run")
     EXIT(status)
 

@@ -80,13 +80,6 @@ def clean(text: str) -> str:
     return text.encode(errors="replace").decode().replace(TOKEN_BREAK, "")
 
 
-def checked_text(text, name: str) -> str:
-    """Returns a text from user code, cleaned. Raises ValueError, with `name`, for other types."""
-    if not isinstance(text, str):
-        raise ValueError(f"{name} must be a str, got {text!r:.80}")
-    return clean(text)
-
-
 def checked_number(value, name: str) -> float:
     """Returns a finite number from user code as a float. Raises ValueError, with `name`, else."""
     try:

@@ -428,6 +428,9 @@ def test_past_a_deadline(play, what):
         assert output.stop_reason == "timeout"
 
 
+BOTH = ToolResponse("both", reward=0.5, metrics={"a": 1})
+
+
 def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
     kwargs = {
         "create_kwargs": {"size": 1},
@@ -435,7 +438,8 @@ def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
         "calc_reward_kwargs": {"scale": 2},
         "release_kwargs": {"force": True},
     }
-    notes, other = Notes("one", "two", "three", calc_reward=0.75), Notes(name="other")
+    answers = ("one", 0.25, {"rows": 2}), (BOTH, -1, {"b": 2}), BOTH
+    notes, other = Notes(*answers, calc_reward=0.75), Notes(name="other")
     tools = notes, other, Notes(name="not of this row")
     row = {"extra_info": {"tools_kwargs": {"notes": kwargs, "other": {}}}}
     third = call("notes", text="c")
@@ -452,9 +456,24 @@ def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
     ]
     assert notes.request_ids == engine.request_ids and len(engine.request_ids) == 1
     assert other.log == []  # a tool that is not called is left alone
-    parts = [TWO_NOTES + END, tool_turn("one", "two"), third + END, tool_turn("three"), "bye" + END]
+    parts = [TWO_NOTES + END, tool_turn("one", "both"), third + END, tool_turn("both"), "bye" + END]
     assert_response(output, engine, *parts)
-    assert output.turn_rewards == [(len(output.response_ids) - 1, 0.75)]
+    # At the last tokens of the turns that made the calls, and of the response.
+    first, second, last = [
+        len(encode(engine.tokenizer, "".join(parts[:n]))) - 1 for n in (1, 3, 5)
+    ]
+    expected = [(first, 0.25), (first, -1.0), (second, 0.5), (last, 0.75)]
+    assert output.turn_rewards == expected
+    assert output.metrics.pop("tool_s") > 0
+    assert output.metrics == {
+        "tool_calls": 3,
+        "tool_calls/notes": 3,
+        "tool_calls/other": 0,
+        "tool/notes/rows": 2,
+        "tool/notes/a": 2,
+        "tool/notes/b": 2,
+        "tool_reward/notes": 0.5,
+    }
     calls = ("notes", {"text": "a"}), ("notes", {"text": "b"})
     assert output.messages[1]["tool_calls"] == called(*calls)  # the tool has copies
     answered = [m["tool_call_id"] for m in output.messages if m["role"] == "tool"]
@@ -476,28 +495,6 @@ def test_a_tool_that_could_not_be_created_is_not_used_but_released(play):
     assert notes.events == ["create", "release"]
     assert said_by(output, "tool") == ["Error: no space left"] * 2
     assert (output.metrics["tool_errors"], output.metrics["release_errors"]) == (2, 1)
-
-
-BOTH = ToolResponse("both", reward=0.5, metrics={"a": 1})
-
-
-@pytest.mark.parametrize("answer, text, reward, metrics", [
-    ("plain", "plain", None, {}),
-    (BOTH, "both", 0.5, {"a": 1}),
-    (("tuple", 0.25, {"rows": 2}), "tuple", 0.25, {"rows": 2}),
-    ((BOTH, -1, {"b": 2}), "both", -1.0, {"a": 1, "b": 2}),
-])  # fmt: skip
-def test_results_of_a_tool(play, tokenizer, answer, text, reward, metrics):
-    turn = call("notes", text="a")
-    output, engine = play(turn, "bye", task=task_of(Notes(answer)))
-    assert_response(output, engine, turn + END, tool_turn(text), "bye" + END)
-    at = len(encode(tokenizer, turn + END)) - 1  # the last token of the turn that made the call
-    assert output.turn_rewards == ([] if reward is None else [(at, reward)])
-    assert output.metrics.pop("tool_s") and output.metrics.pop("tool_calls")
-    expected = {f"tool/notes/{name}": value for name, value in metrics.items()}
-    if reward is not None:
-        expected["tool_reward/notes"] = reward
-    assert output.metrics == {"tool_calls/notes": 1} | expected
 
 
 def test_a_user_opens_the_conversation_answers_and_pays_until_it_is_done(play, tokenizer):
