@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import subprocess
@@ -79,10 +80,15 @@ def tokenizer(tiny_model):
 
 @pytest.fixture(scope="session")
 def args(tiny_model):
+    return args_of(tiny_model)
+
+
+@functools.cache
+def args_of(model: str):
     from train import Args
 
     return Args(
-        model=tiny_model,
+        model=model,
         dtype="float32",
         max_prompt_tokens=64,
         max_response_tokens=64,
@@ -97,12 +103,13 @@ KEPT: list = []
 
 
 @pytest.fixture(scope="session")
-def session_engine(args, tokenizer, process_group):
+def session_engine(tiny_model, tokenizer, process_group):
     import torch
 
     from rollout import Engine
 
-    return Engine(args.model, args, torch.device("cpu"), [tokenizer.eos_token_id])
+    args = args_of(tiny_model)  # not what a module calls args
+    return Engine(tiny_model, args, torch.device("cpu"), [tokenizer.eos_token_id])
 
 
 @pytest.fixture
@@ -217,12 +224,10 @@ def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
 def train_here(engine, tiny_model, monkeypatch, capsys):
     """Trains in this process, with the session's engine. Returns a function of flags.
 
-    It returns what the run has printed, and raises BadInput as train.main does."""
+    by: another engine, or None for one of the model that the task builds. The function returns
+    what the run has printed, and raises BadInput as train.main does."""
     import train
-
-    def engine_of(model, args, *_):
-        monkeypatch.setattr(engine, "args", args)
-        return engine
+    from rollout import Engine
 
     setup = train.setup
 
@@ -232,14 +237,20 @@ def train_here(engine, tiny_model, monkeypatch, capsys):
 
     monkeypatch.chdir(REPO)
     monkeypatch.setattr(train, "setup", setup_and_keep)
-    monkeypatch.setattr(train, "Engine", engine_of)
     monkeypatch.setattr(train, "Stop", lambda store: Asked())  # handles no signals
-    monkeypatch.setattr(engine, "close", lambda: None)
 
-    def train_with(*flags) -> str:
-        args = train.parse_args(["--model", tiny_model, *map(str, flags)])
+    def train_with(*flags, by=engine) -> str:
+        def engine_of(model, args, *more):
+            used = by or Engine(model, args, *more)
+            KEPT.append(used)
+            monkeypatch.setattr(used, "args", args)
+            monkeypatch.setattr(used, "close", lambda: None)
+            return used
+
+        monkeypatch.setattr(train, "Engine", engine_of)
+        model = ["--model", tiny_model] if by else []
         capsys.readouterr()
-        train.main(args)
+        train.main(train.parse_args([*model, *map(str, flags)]))
         return "".join(capsys.readouterr())
 
     return train_with

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 import torch
-from conftest import HANGS, TINY, lines, metrics_of, rollouts_of, run, started, wait_for
+from conftest import HANGS, TINY, lines, metrics_of, rollouts_of, started, wait_for
 from conftest import make_run as stage
 from test_algos import output as output_with
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
@@ -349,16 +349,18 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     assert metrics["rollout/dropped"] == 0  # down to 0 and up to 5 are kept
 
 
-def test_two_ranks_killed_resumed_and_interrupted(tmp_path):
-    """By torchrun, whose Ctrl-C ends all ranks, with the last step saved."""
-    out, diary = tmp_path / "run", tmp_path / "diary"
-    env = {"TINY_TASK_PAUSE": "0.2", "TINY_TASK_DIARY": diary}
-    flags = [
-        *[*TINY, "--agent", "slow_turns", "--num_steps", "1000", "--save_every", "2"],
-        *["--algo", "ppo", "--offload", "all", "--eval_every", "0"],
-        *["--max_staleness", "1", "--oversample", "1.5", "--output_dir", out],
-    ]
-    with started(*flags, by="torchrun", **env):
+def test_a_team_is_killed_and_two_engines_resume_until_they_are_interrupted(
+    train_here, tiny_model, tmp_path
+):
+    """Two ranks share an engine (--tp) and learn what one learns alone. Then each has its own.
+    By torchrun, whose Ctrl-C ends all ranks, with the last step saved."""
+    out, alone, diary = (tmp_path / name for name in ("run", "alone", "diary"))
+    flags = [*TINY, "--model", tiny_model, "--algo", "ppo"]
+    flags += ["--eval_every", "0", "--max_staleness", "1", "--oversample", "1.5", "--output_dir"]
+    train_here(*flags, alone, "--num_steps", "1")
+    flags += [out, "--num_steps", "1000", "--agent", "slow_turns", "--offload", "all"]
+    pause = {"TINY_TASK_PAUSE": "0.2", "TINY_TASK_DIARY": diary}
+    with started(*flags, "--tp", "2", "--shard", by="torchrun", **pause):
         wait_for(lambda: lines(out / "metrics.jsonl") >= 4)
 
     def newest():
@@ -366,12 +368,12 @@ def test_two_ranks_killed_resumed_and_interrupted(tmp_path):
 
     resumed = int(newest().parent.name[5:])
     diary.write_text("")
-    with started(*flags, "--resume", by="torchrun", **env) as launcher:
+    with started(*flags, "--resume", by="torchrun", **pause) as launcher:
         wait_for(lambda: int(newest().parent.name[5:]) >= resumed + 2)
         launcher.send_signal(signal.SIGINT)  # groups are always under way
         output, _ = launcher.communicate(timeout=HANGS)
     assert f"resuming after step {resumed}" in output and "stopping" in output
-    rows = metrics_of(out)
+    rows = metrics_of(out, timings=True)
     done = rows[-1]["step"]
     assert [row["step"] for row in rows] == list(range(done + 1))
     came = diary.read_text()
@@ -383,24 +385,15 @@ def test_two_ranks_killed_resumed_and_interrupted(tmp_path):
         rollouts = rollouts_of(out, step)
         trained = sorted({(r["extra"]["prompt"], r["index"]) for r in rollouts})
         assert trained == [(n, order[n]) for n in range(4 * step - 4, 4 * step)]
+        assert len(rollouts) == rows[step]["rollout/trajectories"] == 16
         oldest = [min(v for v in r["response_versions"] if v >= 0) for r in rollouts]
         assert rows[step]["rollout/staleness_max"] == step - 1 - min(oldest) <= 1
         assert rows[step]["rollout/logp_diff_max"] < 1e-3
+        n_engines = 1 if step <= resumed else 2
+        assert len(rows[step]["timing/idle_s"]) == n_engines
+        assert 0 <= rows[step]["throughput/idle_share"] <= 1
 
-
-def test_a_run_on_a_team_gives_the_numbers_of_a_run_alone(train_here, tiny_model, tmp_path):
-    """Two ranks that share an engine (--tp). See test_sharding.py, too."""
-    team, alone = tmp_path / "team", tmp_path / "alone"
-    flags = [*TINY, "--algo", "ppo", "--max_staleness", "1", "--eval_every", "2"]
-    flags += ["--model", tiny_model, "--output_dir"]
-    run(*flags, team, "--num_steps", "2", "--tp", "2", "--shard", by="torchrun")
-    train_here(*flags, alone, "--num_steps", "1")
-    rows, others = metrics_of(team, timings=True), metrics_of(alone)
-    assert rows[0]["eval/reward"] == pytest.approx(others[0]["eval/reward"], rel=1e-3)
-    names = ["reward/mean", "response_length/mean", "actor/grad_norm", "critic/vf_loss"]
-    for name in names:
-        assert rows[1][name] == pytest.approx(others[1][name], rel=1e-3), name
-    for row in rows[1:]:  # one engine, however many ranks share it
-        assert row["rollout/staleness_max"] <= 1 and row["rollout/trajectories"] == 16
-        assert row["rollout/logp_diff_max"] < 1e-3
-        assert len(row["timing/idle_s"]) == 1 and 0 <= row["throughput/idle_share"] <= 1
+    first, its_first = metrics_of(alone)
+    assert rows[0]["eval/reward"] == pytest.approx(first["eval/reward"], rel=1e-3)
+    for name in ("reward/mean", "response_length/mean", "actor/grad_norm", "critic/vf_loss"):
+        assert rows[1][name] == pytest.approx(its_first[name], rel=1e-3), name
