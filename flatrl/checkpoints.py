@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from flatrl.bad_input import BadInput, need, refusing
@@ -24,6 +25,7 @@ from flatrl.models import whole, whole_weights
 from flatrl.processes import on_main
 
 STATE_FILE = "estimator.pkl"  # in a checkpoint: the estimator's state
+FILE_BYTES = 5 << 30  # of a file of weights in final/
 
 # ---------------------------------------------------------------- the folder
 
@@ -218,21 +220,34 @@ def save_policy(run, folder: Path):
     """Writes the policy in Hugging Face format, with its tokenizer or processor.
 
     With --lora_rank the adapter is merged into the weights, and is also in the folder `adapter`
-    in peft's format. All ranks call this, and gather the parameters in --dtype."""
+    in peft's format. All ranks call this, and gather the parameters in --dtype. The main rank
+    holds those of one file at a time."""
     model = run.policy.net.model
     dtype = run.policy.net.engine_dtype
+    generation = model.generation_config
+    # transformers loads some that it refuses to save: a temperature without do_sample.
+    model.generation_config = type(generation)()
+    temporary = folder.with_name(f".{folder.name}")
+    on_main(shutil.rmtree, temporary, True)  # of a killed run
     buffers = dict(model.named_buffers())  # these keep their own dtype
     weights = {}
+    n_bytes = 0
     for name, tensor in whole_weights(model, dtype):
+        if n_bytes > FILE_BYTES:
+            on_main(_write_weights, temporary, model, weights)
+            weights.clear()
+            n_bytes = 0
+        n_bytes += tensor.numel() * dtype.itemsize
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu() if name in buffers else tensor.to("cpu", dtype)
+    on_main(_write_weights, temporary, model, weights)
     adapter = {
         f"base_model.model.{name.replace('.default', '')}": whole(parameter.detach())
         for name, parameter in model.named_parameters()
         if ".lora_" in name
     }
     tokenizer = run.processor or run.tokenizer
-    on_main(_write_policy, folder, model, tokenizer, weights, adapter, model_card(run))
+    on_main(_write_policy, folder, model, dtype, generation, tokenizer, adapter, model_card(run))
 
 
 def model_card(run) -> str:
@@ -257,15 +272,27 @@ Mean rewards:
     return card
 
 
-def _write_policy(folder, model, tokenizer, weights, adapter, card):
-    """Writes a model with these weights, its adapter if it has one, its tokenizer and its card."""
+def _write_weights(folder, model, weights):
+    """Writes the next file of a model's weights, and its configuration."""
+    with refusing("the policy or its configuration can't be saved"):
+        model.save_pretrained(folder, state_dict=weights)
+        number = len([*folder.glob("*.safetensors")])
+        (folder / "model.safetensors").rename(folder / f"model-{number:05}.safetensors")
+
+
+def _write_policy(folder, model, dtype, generation, tokenizer, adapter, card):
+    """Completes a folder of weights: their index, the model's adapter if it has one, its
+    tokenizer, its card and its name."""
     temporary = folder.with_name(f".{folder.name}")
-    generation = model.generation_config
-    with refusing("the policy, its configuration or its tokenizer can't be saved"):
-        # transformers loads some that it refuses to save: a temperature without do_sample.
-        model.generation_config = type(generation)()
-        model.save_pretrained(temporary, state_dict=weights)
-        model.config.dtype = next(iter(weights.values())).dtype  # not the network's
+    files = sorted(temporary.glob("model-*.safetensors"))
+    if len(files) == 1:
+        files[0].rename(temporary / "model.safetensors")
+    else:
+        file_of = {name: path.name for path in files for name in safe_open(path, "pt").keys()}
+        index = {"metadata": {}, "weight_map": file_of}
+        (temporary / "model.safetensors.index.json").write_text(json.dumps(index))
+    with refusing("the policy's adapter, configuration or tokenizer can't be saved"):
+        model.config.dtype = dtype  # not the network's
         model.config.save_pretrained(temporary)
         generation.to_json_file(
             temporary / "generation_config.json", keys_to_pop=["compile_config"]

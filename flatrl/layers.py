@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from flatrl.bad_input import BadInput, need, refusing
@@ -33,8 +34,7 @@ PROBE = {
 def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
     """Makes a network compute what vLLM's does: never in training mode, Cohere2's own windows.
 
-    gradient_checkpointing: each layer is recomputed in the backward pass, which transformers does
-    in training mode alone. Raises BadInput if the model's code has no layers of its kind."""
+    gradient_checkpointing: by `recompute_activations`; transformers' own needs training mode."""
     model.eval()
     for module in model.modules():
         if type(module).__name__ == "Cohere2Attention" and module.sliding_window:
@@ -42,12 +42,19 @@ def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
         if hasattr(module, "time_step_limit"):  # of Mamba-2's layers: vLLM has no limits
             module.time_step_limit = (0.0, math.inf)
     if gradient_checkpointing:
-        from transformers.modeling_layers import GradientCheckpointingLayer
+        recompute_activations(model)
 
-        layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
-        need(layers, f"--gradient_checkpointing: {type(model).__name__} names no layers for it")
-        for layer in layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+def recompute_activations(model: nn.Module):
+    """Makes each layer recompute its activations in the backward pass.
+
+    Raises BadInput if the model's code has no layers of transformers' kind for it."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+    need(layers, f"--gradient_checkpointing: {type(model).__name__} names no layers for it")
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def choose_attention(policy, probe, args):
@@ -68,26 +75,34 @@ def _find_attention(policy, probe, args) -> tuple[str, bool]:
     policy.is_packed = False
     model.set_attn_implementation("eager")
     packed = policy.pack(PROBE, probe)
-    # Rounding to bfloat16 would hide a difference.
-    weights = {name: p.float() for name, p in model.named_parameters()}
-    weights_of_policy = {f"model.{name}": p for name, p in weights.items()}
-    inputs = packed["inputs"] | {"use_cache": False}
-    logits = functional_call(model, weights, (), inputs).logits.flatten(0, 1)
+    with _Float32():
+        logits = model(**packed["inputs"], use_cache=False).logits.flatten(0, 1)
     logits = logits[packed["source"], : policy.vocab_size] / args.temperature
     logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])
     expected = logprobs[packed["prediction"], 0]
     for attention, is_packed in (("packed", True), (own_attention, False)):
         model.set_attn_implementation(attention)
         policy.is_packed = is_packed
-        with contextlib.suppress(Exception):  # a model may raise what it likes
-            scores = functional_call(policy, weights_of_policy, (policy.pack(PROBE, probe),))
-            found = scores["logprobs"].flatten()
+        with contextlib.suppress(Exception), _Float32():  # a model may raise what it likes
+            found = policy(policy.pack(PROBE, probe))["logprobs"].flatten()
             if torch.allclose(found, expected, rtol=1e-3, atol=1e-3 / args.temperature):
                 return attention, is_packed
     raise BadInput(
         f"{args.model} makes logits in a way that token_logprobs doesn't implement: only a "
         "product, a scale and a soft cap are"
     )
+
+
+class _Float32(TorchFunctionMode):
+    """In it, functions get parameters in float32, because bfloat16 would hide a difference.
+
+    There is a copy of one parameter at a time, never of the whole model."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__ and isinstance(args[0], nn.Parameter):
+            return function(*args).float()  # copies only this block of the head
+        args, kwargs = tree_map_only(nn.Parameter, torch.Tensor.float, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def set_master_dtype(net: nn.Module, args):
