@@ -75,7 +75,6 @@ from flatrl.processes import (
     all_gather,
     gather_unless_stopped,
     memory,
-    raise_if_stopped,
 )
 from flatrl.rows import copy_row
 from flatrl.shared_state import check_refused
@@ -1145,7 +1144,7 @@ class Pool:
         self._set_limit(0)
         total = len(self.unfinished)
         self._work_until(lambda: not self.unfinished, "before the evaluation", total)
-        raise_if_stopped(self.run.stop)
+        gather_unless_stopped(None, self.run.stop.requested)
 
     def _set_limit(self, limit: int):
         """Lets prompts below the limit start. After it returns, no other prompt starts."""

@@ -38,13 +38,13 @@ from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
 from flatrl.attention import register_packed_attention
 from flatrl.bad_input import RunFailed, need, pickled_state, refusing
-from flatrl.devices import offload, start_processes, wrap
+from flatrl.devices import fit_micro_batch, offload, start_processes, wrap
 from flatrl.log import Listener, Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean, means
 from flatrl.peaks import shares_of_peaks
 from flatrl.processes import (
-    Background, Stop, Stopped, all_gather, all_sum, check_ranks_agree, on_main, raise_if_stopped,
-    run_as_script)
+    Background, Stop, Stopped, all_gather, all_sum, check_ranks_agree, gather_unless_stopped,
+    on_main, run_as_script)
 from flatrl.routes import Routers
 from flatrl.rows import hash_of_rows
 from flatrl.vision import Vision
@@ -69,7 +69,7 @@ def main(args: Args):
             log.metrics({"step": 0} | evaluate(run))
 
         for step in Bar(range(run.done, args.num_steps), "steps"):
-            raise_if_stopped(run.stop)
+            gather_unless_stopped(None, run.stop.requested)
             run.clock.start()
 
             # ---- 1. rollout: the engine takes the weights, and agent loops fill the batch
@@ -383,15 +383,19 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
         run.critic.set_lr(step)
 
     updates = []  # the metrics of each
+    # As long as no network has learnt from this step, a stop may drop it.
+    before_pass = lambda: gather_unless_stopped(None, run.stop.is_out_of_time)
     seeds = [data.stable_hash(args.seed, step, epoch) for epoch in range(args.epochs)]
     for rows in data.mini_batches(prompts, args.updates_per_epoch, seeds):
         n_tokens = batch["lengths"][rows].sum().item()  # with prompts and what was given
         metrics = {"actor/lr": lr, "batch/tokens": n_tokens}
         if step >= args.critic_warmup:
-            metrics |= update_policy(run, batch, rows, step)
+            metrics |= update_policy(run, batch, rows, step, before_pass)
+            before_pass = None
             run.clock.lap("policy")
         if run.critic:
-            metrics |= update_critic(run, batch, rows)
+            metrics |= update_critic(run, batch, rows, before_pass)
+            before_pass = None
             run.clock.lap("critic")
         updates.append(metrics)
     move_reference(run)
@@ -406,7 +410,9 @@ def move_reference(run: "Run"):
             old.add_(new - old, alpha=run.args.ref_update)
 
 
-def update_policy(run: "Run", batch: data.Batch, rows: list[int], step: int) -> dict[str, float]:
+def update_policy(
+    run: "Run", batch: data.Batch, rows: list[int], step: int, before_pass: Callable | None
+) -> dict[str, float]:
     """Takes one optimiser step of the policy on these rows, which are the same on all ranks.
 
     Sets batch["logprobs_old"] if `score_batch` has not. Returns metrics."""
@@ -420,18 +426,22 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int], step: int) -> 
         names.append("logprobs_old")
     objective = functools.partial(policy_objective, step=step, state=run.estimator_state)
     metrics, logprobs = optimise(
-        run.policy, objective, batch, names, rows, args, run.accelerator, args.loss_agg
+        run.policy, objective, batch, names, rows, args, run.accelerator, args.loss_agg,
+        before_pass,
     )
     if "logprobs_old" not in batch:  # this is the only update of the step, of all rows
         batch["logprobs_old"] = all_sum(logprobs)  # to be compared with the engine's
     return metrics
 
 
-def update_critic(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, float]:
+def update_critic(
+    run: "Run", batch: data.Batch, rows: list[int], before_pass: Callable | None
+) -> dict[str, float]:
     """Takes one optimiser step of the critic on these rows, without demonstrations."""
     names = ["response_mask", "unit_tokens", "values", "returns"]
     metrics, _ = optimise(
-        run.critic, value_objective, batch, names, rows, run.args, run.accelerator
+        run.critic, value_objective, batch, names, rows, run.args, run.accelerator,
+        before_pass=before_pass,
     )
     metrics["critic/vf_loss"] = metrics.pop("critic/loss")
     return metrics
@@ -513,12 +523,14 @@ def optimise(
     args: Args,
     accelerator,
     loss_agg: str = "token-mean",
+    before_pass: Callable | None = None,
 ) -> tuple[dict, BT]:
     """Takes one optimiser step on some rows. All ranks pass the same rows; each computes its share.
 
     objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores: what
     the network returns for b rows. columns: the batch's tensors of these `names`, for these rows.
     loss_agg: a mode of losses.aggregate; demonstrated tokens add their mean.
+    before_pass: called before each micro-batch, on all ranks; it may raise Stopped.
 
     Returns metrics (most names begin with the learner's), and the logprobs or values of this
     rank's rows, (B, T), 0 in the rows of others."""
@@ -531,6 +543,8 @@ def optimise(
     own_scores = []  # of each micro-batch
     n_unique = 0
     for i, micro in enumerate(Bar(micro_batches, "update")):
+        if before_pass:
+            before_pass()
         packed = learner.net.pack(batch, micro)
         of_rows = data.columns_of(batch, micro, names, accelerator.device)
         # Ranks average gradients in the last pass alone; FSDP, whose are sharded, in every one.
@@ -946,6 +960,7 @@ def setup(args: Args) -> Run:
     )
     if checkpoint:
         checkpoints.resume(run, checkpoint, state, changed)
+    fit_micro_batch(run.learners, args, device, log.say)
     if engine:
         run.pool = training_pool(run, run.done, state.get("next_prompt", 0))
     return run

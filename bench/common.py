@@ -95,6 +95,7 @@ def start(args):
 
     accelerator, _ = devices.start_processes(args)
     train.complete_flags(args, accelerator.device.type == "cuda")
+    args.fill({"tokens_per_micro_batch": 16384})
     data.register_packed_attention()
     return accelerator
 

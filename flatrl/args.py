@@ -180,9 +180,11 @@ class Args(LoopArgs):
     lora_args: str = flag(
         "{}", 'more arguments of peft.LoraConfig, as JSON: {"lora_alpha": 16}')
     tokens_per_micro_batch: int | None = flag(
-        None, "tokens in one pass of a rank, at least the longest rollout; default: 16384", low=1)
-    gradient_checkpointing: bool = flag(
-        False, "recompute activations: a third slower, much less memory")
+        None, "tokens in one pass of a rank, at least the longest rollout; default: on CUDA what "
+        "fits, else 16384", low=1)
+    gradient_checkpointing: bool | None = flag(
+        None, "recompute activations: a third slower, much less memory; default: on CUDA where "
+        "passes would be too small without, else off")
     shard: Literal[False, True, "hybrid"] = flag(
         False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: "
         "over those of a host; always on in bfloat16 on CUDA")
@@ -492,10 +494,13 @@ def complete_flags(args: Args, cuda: bool):
     args.fill({
         "lr": (3e-4 if is_tiny else 1e-6) * (10 if args.lora_rank else 1),
         "critic_lr": 1e-3 if is_tiny else 1e-5,
-        "tokens_per_micro_batch": max(args.window, 16384),
         "output_dir": f"runs/{Path(args.task).stem}" + ("" if args.num_steps else "-eval"),
         "max_model_len": args.window,
     })
+    if not cuda or args.rollout_only or not args.num_steps:  # else fit_micro_batch gives these
+        args.fill({"tokens_per_micro_batch": max(args.window, 16384)})
+    if args.tokens_per_micro_batch:
+        args.fill({"gradient_checkpointing": False})
     args.output_dir = os.path.realpath(os.path.expanduser(args.output_dir))
     if args.replay:
         args.num_steps = steps_to_replay(args)

@@ -1,10 +1,11 @@
 """The device of each process: its start, what it can do, sharding, what is moved off it."""
 
-import contextlib
 import datetime
+import math
 import os
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from torch import nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from flatrl.bad_input import need, refusing
-from flatrl.processes import PATIENCE, ranks_of_host, use_gpu_of_rank
+from flatrl.launch import n_cores
+from flatrl.layers import recompute_activations
+from flatrl.processes import PATIENCE, all_gather, oom_for_all, ranks_of_host, use_gpu_of_rank
 
 # What accelerate's config sets in the environment, and the only value that is implemented.
 IMPLEMENTED = {
@@ -27,6 +30,11 @@ IMPLEMENTED = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
+# In smaller passes a GPU waits for Python: launching one takes about 0.3 s, in which an H100 that
+# reaches a third of its peak computes this many FLOPs.
+FLOPS_OF_A_PASS = 1e14
+# How much of the free memory a micro-batch may take: blocks of other sizes leave holes in it.
+SHARE_OF_FREE = 0.85
 # How long a process waits at the start for the launcher's other processes.
 MEETING_PATIENCE = datetime.timedelta(minutes=10)
 # How long a GPU waits in an update for the other ranks' GPUs.
@@ -137,6 +145,82 @@ def offload(run, device: torch.device | str):
         network._apply(moved)  # as nn.Module.to does; this rank's part of a sharded network
 
 
+# ---------------------------------------------------------------- the micro-batch
+
+
+@oom_for_all()
+def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[str], None]):
+    """Sets --tokens_per_micro_batch to what fits the GPUs, unless it is given.
+
+    The rank with the least memory decides. Unless --gradient_checkpointing is given, it is turned
+    on where micro-batches would otherwise be too small to keep a GPU busy. learners: by name.
+    Raises BadInput on all ranks if the longest rollout does not fit."""
+    if device.type != "cuda" or args.tokens_per_micro_batch:
+        return
+    models = [learner.net.model for learner in learners.values()]
+    n_rows = args.prompts_per_step // args.updates_per_epoch * args.group_size
+    most = math.ceil(n_rows / dist.get_world_size()) * args.window  # a rank's share of an update
+    flops_of_token = (4 if args.lora_rank else 6) * models[0].num_parameters()
+    enough = max(args.window, min(most, int(FLOPS_OF_A_PASS / flops_of_token)))
+    tokens = _tokens_that_fit(learners, args)
+    if tokens < enough and args.gradient_checkpointing is None:
+        args.gradient_checkpointing = True
+        for model in models:
+            recompute_activations(model)
+        tokens = _tokens_that_fit(learners, args)
+    need(
+        tokens >= args.window,
+        f"a GPU has memory to learn from {tokens} tokens, and a rollout may have {args.window}: "
+        "lower --max_response_tokens, or give --gradient_checkpointing, --lora_rank or more GPUs",
+    )
+    args.fill({"gradient_checkpointing": False})
+    most = enough if args.gradient_checkpointing else most
+    args.tokens_per_micro_batch = min(tokens, most)
+    flags = ("tokens_per_micro_batch", "gradient_checkpointing")
+    say("by memory: " + " ".join(f"--{name} {getattr(args, name)}" for name in flags))
+
+
+def _tokens_that_fit(learners, args) -> int:
+    """Returns how many tokens fit on all ranks, by the line through the memory of two passes."""
+    # If activations are recomputed, the head's gradient hides in small passes what a layer takes.
+    n = min(args.window, 8192 if args.gradient_checkpointing else 512)
+    trained = [p for x in learners.values() if not x.n_updates for p in x.net.parameters()]
+    adam = sum(2 * getattr(p, "_local_tensor", p).nbytes for p in trained if p.requires_grad)
+    fits = []
+    for learner in learners.values():
+        _pass(learner, n)  # makes the gradients, which stay meanwhile
+        small, _ = read_memory(_pass, learner, n // 2)
+        large, free = read_memory(_pass, learner, n)
+        of_token = (large - small) / (n - n // 2)
+        fits.append(n + int((SHARE_OF_FREE * (free - adam) - large) / of_token))
+        learner.net.zero_grad(set_to_none=True)
+    return min(map(min, all_gather(fits)))
+
+
+def _pass(learner, n: int):
+    """Computes a row of n tokens forward and backward, as an update does."""
+    batch = {
+        "input_ids": torch.arange(n)[None] % 10,
+        "prompt_lengths": torch.ones(1, dtype=torch.long),
+        "response_mask": torch.ones(1, n - 1),
+        "routes": [torch.full((n, 1, 1), -1)],  # routers choose for themselves
+    }
+    micro = SimpleNamespace(rows=[0], lengths=[n], shared=[0])
+    scores = learner.wrapped(learner.net.pack(batch, micro))
+    sum(x.sum() for x in scores.values()).backward()
+
+
+def read_memory(function: Callable, *args) -> tuple[int, int]:
+    """Returns the most bytes of the GPU that a call takes for a while, and those free after it."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function(*args)
+    peak = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    return peak, free
+
+
 # ---------------------------------------------------------------- the start
 
 
@@ -193,12 +277,3 @@ def join_group(backend: str):
         dist.all_reduce(torch.ones(1, device=device))
         if device.type == "cuda":
             torch.cuda.synchronize()
-
-
-def n_cores() -> int:
-    """Returns how many cores this process may use, by its affinity and its container's quota."""
-    n_allowed = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # without cgroups of version 2, or a quota
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        return max(1, min(n_allowed, quota // period))
-    return n_allowed

@@ -1,11 +1,13 @@
 """The process: what torch needs before it is imported, quiet libraries, progress bars."""
 
+import contextlib
 import gc
 import logging
 import os
 import signal
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -32,8 +34,17 @@ def prepare_process():
     else:
         # Ranks that share cores crawl if each starts a thread for every core.
         n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        n_threads = max(1, len(os.sched_getaffinity(0)) // n_ranks)
+        n_threads = max(1, n_cores() // n_ranks)
         os.environ.setdefault("OMP_NUM_THREADS", str(n_threads))
+
+
+def n_cores() -> int:
+    """Returns how many cores this process may use, by its affinity and its container's quota."""
+    n_allowed = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # without cgroups of version 2, or a quota
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        return max(1, min(n_allowed, quota // period))
+    return n_allowed
 
 
 def quiet_libraries():

@@ -9,28 +9,29 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from flatrl.bad_input import BadInput, need
+from flatrl.bad_input import BadInput, last_line, need, reason
 from flatrl.shared_state import EXIT, RUNS
 
 # How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
 STOPPING = (
     b"\nstopping: the run saves, then ends. A launcher kills it after "
-    b"TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds, by default 30\n"
+    b"TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds, by default 30. An update is dropped after half of "
+    b"these, or at a second signal\n"
 )
 STOP = "stop"  # the key under which the ranks' store counts those that were asked to stop
-OUT_OF_MEMORY = (
-    "train.py: out of GPU memory: lower --tokens_per_micro_batch or --gpu_memory_utilization, or "
-    "give --gradient_checkpointing (docs/scaling.md#memory)"
-)
+# How many seconds an update has after a signal: half of those that a launcher allows.
+UPDATE_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
+OUT_OF_MEMORY = "out of memory"  # the key of what a rank that is tells the others
 
 
 class Stopped(Exception):
@@ -53,11 +54,6 @@ def gather_unless_stopped(x, stopped: bool) -> list:
     if None in parts:
         raise Stopped
     return [part for (part,) in parts]
-
-
-def raise_if_stopped(stop: "Stop"):
-    """Raises Stopped on all ranks if one of them is to stop."""
-    gather_unless_stopped(None, stop.requested)
 
 
 def all_sum(x: torch.Tensor) -> torch.Tensor:
@@ -106,12 +102,12 @@ def ranks_of_host() -> int:
 class Stop:
     """Whether Ctrl-C or SIGTERM has asked the run, on any rank, to stop.
 
-    All ranks then finish an update that has begun, or drop a rollout that is under way. They
-    save, and end. store: shared by the ranks."""
+    All ranks then finish an update that has begun, unless it takes too long (`is_out_of_time`), or
+    drop a rollout that is under way. They save, and end. store: shared by the ranks."""
 
     def __init__(self, store: dist.Store):
         self.store = store
-        self.asked_here = False  # by a signal to this rank
+        self.signals = []  # when this rank got them
         self._listen(self._on_signal)
         # User code must be able to end a process that it has forked.
         os.register_at_fork(after_in_child=lambda: self._listen(signal.SIG_DFL))
@@ -121,15 +117,24 @@ class Stop:
             signal.signal(number, handler)
 
     def _on_signal(self, *_):
-        if not self.asked_here:
+        if not self.signals:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, STOPPING)
-        self.asked_here = True
+        self.signals.append(time.monotonic())
 
     @property
     def requested(self) -> bool:
         """Whether a rank was asked to stop, or has failed."""
-        return self.store.add(STOP, int(self.asked_here)) > 0
+        return self.store.add(STOP, int(bool(self.signals))) > 0
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether this rank got a second signal, or the first one UPDATE_S ago."""
+        if not self.signals:
+            return False
+        first, last = self.signals[0], self.signals[-1]
+        # A launcher passes on a Ctrl-C that the terminal has sent to all: that is one signal.
+        return last > first + 2 or time.monotonic() > first + UPDATE_S
 
 
 def run_as_script(main: Callable, parse: Callable):
@@ -142,7 +147,8 @@ def run_as_script(main: Callable, parse: Callable):
     args = None
     try:
         args = parse()
-        main(args)
+        with oom_for_all():
+            main(args)
         status = 0
     except Stopped:
         status = 130
@@ -150,12 +156,10 @@ def run_as_script(main: Callable, parse: Callable):
         status = 2
         if count(str(error)) == 1:  # all ranks usually have the same error
             print(f"train.py: error: {error}", file=sys.stderr)
-    except (Exception, SystemExit) as error:  # user code may call sys.exit(0)
+    except (Exception, SystemExit):  # user code may call sys.exit(0)
         if args is None:  # --help
             raise
         traceback.print_exc()
-        if isinstance(error, torch.OutOfMemoryError):
-            print(OUT_OF_MEMORY, file=sys.stderr)
     finally:
         if status:
             count(STOP)  # ends a rollout of ranks that wait for this one
@@ -165,6 +169,29 @@ def run_as_script(main: Callable, parse: Callable):
     sys.stdout.flush()
     sys.stderr.flush()
     EXIT(status)
+
+
+@contextlib.contextmanager
+def oom_for_all() -> Iterator[None]:
+    """Raises BadInput if its block fails on any rank for want of GPU memory, and names that rank.
+
+    The others, which wait for it, fail as soon as it has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = ""
+        if isinstance(error, torch.OutOfMemoryError):
+            text = (
+                f"rank {os.environ.get('RANK', 0)} is out of GPU memory: lower "
+                "--tokens_per_micro_batch or --gpu_memory_utilization, or give "
+                "--gradient_checkpointing (docs/scaling.md#memory); "
+                f"{reason(error)}{last_line(error, os.path.dirname(__file__))}"
+            )
+        with contextlib.suppress(ValueError, RuntimeError):
+            store = dist.distributed_c10d._get_default_store()
+            text = store.compare_set(OUT_OF_MEMORY, "", text).decode()  # the first rank's
+        need(not text, text)
+        raise
 
 
 def count(key: str) -> int:

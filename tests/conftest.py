@@ -144,6 +144,7 @@ class Asked:
     """A run's Stop, which a test may tell by another `ask`."""
 
     ask = staticmethod(lambda: False)
+    is_out_of_time = False
 
     @property
     def requested(self) -> bool:

@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 2 tests/sharding_worker.py PART,PART... FOLDER TIED UNTIED"""
 
 import os
+import signal
 import sys
 import types
 from pathlib import Path
@@ -14,13 +15,15 @@ import torch
 import torch.distributed as dist
 from conftest import SMALL_CACHE
 from fixed_batch import batch_of, gradients, whole
+from transformers import AutoTokenizer
 
 import data
 import rollout
 import train
-from flatrl import checkpoints, devices, vllm_engine
+from flatrl import checkpoints, devices, processes, vllm_engine
 from flatrl.log import SilentLog
 
+COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
 # Tokens in a micro-batch, of which some ranks need fillers; how losses are aggregated; flags.
 CASES = {
     "ppo": (60, "token-mean", {}),
@@ -85,11 +88,11 @@ def run_of(accelerator, folder: Path, args: train.Args, n: int):
     learner = train.Learner(train.Policy(args), 0.1, 1, args, accelerator)
     batch = batch_of(n)
     batch["advantages"] = torch.ones_like(batch["response_mask"])
-    columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
-    train.optimise(learner, train.policy_objective, batch, columns, range(n), args, accelerator)
+    train.optimise(learner, train.policy_objective, batch, COLUMNS, range(n), args, accelerator)
     return types.SimpleNamespace(
         args=args, folder=folder, learners={"policy": learner}, pool=None, done=1, saved=0,
         log=SilentLog(), history=[], kept={"kl_coef": 0.0, "estimator": b""}, evals={},
+        policy=learner, processor=None, tokenizer=AutoTokenizer.from_pretrained(args.model),
     )  # fmt: skip
 
 
@@ -102,7 +105,9 @@ def state_of(run) -> dict:
 
 
 def find_checkpoints(accelerator, folder: Path, tied: str, untied: str) -> dict:
-    """States of a sharded policy: saved here, and loaded from the plain one of the test."""
+    """States of a sharded policy: saved here, and loaded from the plain one of the test. The
+    policy is then in `final`, in files of about 100 kB."""
+    checkpoints.FILE_BYTES = 100_000
     found = {}
     for rank in (0, 4):
         args = flags_of(tied, lora_rank=rank)
@@ -112,15 +117,50 @@ def find_checkpoints(accelerator, folder: Path, tied: str, untied: str) -> dict:
         plain = folder / f"plain_{rank}/checkpoints/step_000001"
         checkpoints.load_checkpoint(run, plain)
         found[rank] = saved, state_of(run)
+        checkpoints.save_policy(run, run.folder / "final")
     return found
 
 
-PARTS = {"gradients": find_gradients, "sync": find_sync, "checkpoints": find_checkpoints}
+def find_stop(accelerator, folder: Path, tied: str, untied: str) -> dict:
+    """An update that rank 1 has no time for, in its second of several passes."""
+    run = run_of(accelerator, folder / "stopped", flags_of(tied, tokens_per_micro_batch=60), 8)
+    stop = processes.Stop(accelerator.store)
+    passes = []
+
+    def before_pass():
+        processes.gather_unless_stopped(None, stop.is_out_of_time)
+        passes.append(1)
+        if dist.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
+            processes.UPDATE_S = 0
+
+    learner, batch = run.policy, batch_of(19)
+    batch["advantages"] = torch.ones_like(batch["response_mask"])
+    before = state_of(run)
+    stopped = False
+    try:
+        train.optimise(
+            learner, train.policy_objective, batch, COLUMNS, range(19), run.args, accelerator,
+            before_pass=before_pass,
+        )  # fmt: skip
+    except processes.Stopped:
+        stopped = True
+    checkpoints.save_checkpoint(run)
+    checkpoints.load_checkpoint(run, folder / "stopped/checkpoints/step_000001")
+    return {"stopped": stopped, "passes": len(passes), "before": before, "saved": state_of(run)}
+
+
+PARTS = {
+    "gradients": find_gradients,
+    "checkpoints": find_checkpoints,
+    "stop": find_stop,
+    "sync": find_sync,
+}
 KEPT: list[rollout.Engine] = []  # to collect an engine would destroy the process group
 
 if __name__ == "__main__":
     names, folder, *models = sys.argv[1:]
-    accelerator, _ = devices.start_processes(train.Args())
+    accelerator, accelerator.store = devices.start_processes(train.Args())
     data.register_packed_attention()
     results = {name: PARTS[name](accelerator, Path(folder), *models) for name in names.split(",")}
     if dist.get_rank() == 0:

@@ -104,6 +104,59 @@ def test_frozen_weights_take_half_the_memory_and_no_number_changes(
     assert found == expected and found["actor/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("flags, enough, expected", [
+    # 0.85 of 1.2 MB, but for 5 kB, at 1 kB a token: enough without recomputation.
+    ({}, 1000, (1015, False, 3)),
+    # Too few tokens: recomputed, at 100 bytes a token, and no more than enough.
+    ({}, 1016, (1016, True, 9)),
+    # All that the rank has for an update are 2 of 4 rows of 128 tokens.
+    ({"group_size": 2, "prompts_per_step": 2, "prompts_per_mini_batch": 1}, 10**9, (256, False, 3)),
+    ({"gradient_checkpointing": False}, 10**9, (1015, False, 3)),
+    ({"gradient_checkpointing": True}, 10**9, (10150, True, 6)),
+    ({"tokens_per_micro_batch": 200}, 1, (200, False, 0)),
+])  # fmt: skip
+def test_a_micro_batch_fits_every_gpu(args, process_group, monkeypatch, flags, enough, expected):
+    """On a made-up card, whose passes really compute. expected: the flags, and how often a layer
+    computes in three passes, twice in each if activations are recomputed."""
+    args = dataclasses.replace(args, task="", shard=True, tokens_per_micro_batch=None, **flags)
+    train.complete_flags(args, cuda=True)
+    data.register_packed_attention()
+    learner = train.Learner(train.Policy(args), 1e-3, 1, args, ACCELERATOR)
+    bytes_of_adam = 2 * sum(p.nbytes for p in learner.net.parameters())
+    computed = []
+    learner.net.model.base_model.layers[1].self_attn.register_forward_hook(
+        lambda *_: computed.append(1)
+    )
+
+    def read_memory(function, net, n):
+        function(net, n)
+        of_token = 100 if args.gradient_checkpointing else 1000
+        return 5000 + of_token * n, bytes_of_adam + 1_200_000
+
+    monkeypatch.setattr(devices, "read_memory", read_memory)
+    flops = 6 * sum(p.numel() for p in learner.net.parameters())
+    monkeypatch.setattr(devices, "FLOPS_OF_A_PASS", enough * flops)
+    said = []
+    devices.fit_micro_batch({"policy": learner}, args, torch.device("cuda"), said.append)
+    found = args.tokens_per_micro_batch, args.gradient_checkpointing, len(computed)
+    assert found == expected and len(said) == bool(computed)
+    assert all(p.grad is None for p in learner.net.parameters())
+
+
+def test_the_rank_with_the_least_memory_decides(args, process_group, monkeypatch):
+    args = dataclasses.replace(args, task="", shard=True, tokens_per_micro_batch=None)
+    data.register_packed_attention()
+    learner = train.Learner(train.Policy(args), 1e-3, 1, args, ACCELERATOR)
+    monkeypatch.setattr(devices, "read_memory", lambda _, net, n: (n, 1e9))
+    monkeypatch.setattr(devices, "all_gather", lambda fits: [fits, [512]])
+    devices.fit_micro_batch({"policy": learner}, args, torch.device("cuda"), print)
+    assert args.tokens_per_micro_batch == 512
+    args.tokens_per_micro_batch = None
+    monkeypatch.setattr(devices, "all_gather", lambda fits: [fits, [127]])
+    with pytest.raises(BadInput, match="127 tokens, and a rollout may have 128: lower"):
+        devices.fit_micro_batch({"policy": learner}, args, torch.device("cuda"), print)
+
+
 def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

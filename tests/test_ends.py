@@ -13,8 +13,9 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from conftest import HANGS, REPO
+from conftest import HANGS, REPO, TINY, Asked
 
+import train
 from flatrl import processes, shared_state
 from flatrl.bad_input import BadInput, BadReward
 from flatrl.rows import hash_of_rows
@@ -43,7 +44,14 @@ def signalled():
     assert not other.requested
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
-    assert this.requested and other.requested
+    assert this.requested and other.requested and not this.is_out_of_time
+    first = this.signals[0]
+    this.signals.append(first + 3)
+    assert this.is_out_of_time and not other.is_out_of_time
+    this.signals = [first - 14]
+    assert not this.is_out_of_time
+    this.signals = [first - 15]
+    assert this.is_out_of_time
     raise processes.Stopped
 
 cases = {
@@ -68,12 +76,12 @@ def test_exit_codes():
     """Only a run that came to its end returns 0. It ends, whatever threads are left."""
     command = [sys.executable, "-c", CASES]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
-    codes = {"end": 0, "signalled": 130, "input": 2, "error": 1, "exit": 1, "_exit": 1, "memory": 1}
+    codes = {"end": 0, "signalled": 130, "input": 2, "error": 1, "exit": 1, "_exit": 1, "memory": 2}
     assert json.loads(done.stdout) == codes, done.stderr
     assert "train.py: error: no\n" in done.stderr
-    assert done.stderr.count("out of GPU memory: lower") == 1
+    assert done.stderr.count("error: rank 0 is out of GPU memory: lower") == 1
     assert done.stderr.count("stopping: the run saves") == 1
-    assert done.stderr.count("Traceback") == 4
+    assert done.stderr.count("Traceback") == 3
 
 
 def test_an_error_of_the_main_rank_is_bad_input_on_all(process_group, monkeypatch):
@@ -97,6 +105,21 @@ def test_ranks_with_other_flags_or_rows_are_refused(monkeypatch):
     processes.check_ranks_agree(told(0.2, "abc"))
     with pytest.raises(BadInput, match="ranks differ in --lr, train rows:"):
         processes.check_ranks_agree(told(0.1, "acb"))
+
+
+def test_a_stop_drops_an_update_only_before_its_first_optimiser_step(
+    train_here, tmp_path, monkeypatch
+):
+    """Each step has two. Time is over in the second one of the second step."""
+    begun = []
+    optimise = train.optimise
+    monkeypatch.setattr(train, "optimise", lambda *a, **k: begun.append(1) or optimise(*a, **k))
+    monkeypatch.setattr(Asked, "is_out_of_time", property(lambda self: len(begun) >= 4))
+    with pytest.raises(processes.Stopped):
+        train_here(*TINY, "--epochs", "2", "--save_every", "0", "--output_dir", tmp_path / "run")
+    [saved] = (tmp_path / "run/checkpoints").glob("*/step.json")
+    about = json.loads(saved.read_text())
+    assert (about["step"], about["updates"], len(begun)) == (2, {"policy": 4}, 5)
 
 
 # ---------------------------------------------------------------- what user code can't do to a run

@@ -41,12 +41,14 @@ def plain(tiny_model, tmp_path_factory, process_group) -> dict:
         args = flags_of(tiny_model, shard=False, lora_rank=rank)
         runs[rank] = run_of(Accelerator(cpu=True), folder / f"plain_{rank}", args, 6)
         checkpoints.save_checkpoint(runs[rank])
+        weights = models.whole_weights(runs[rank].policy.net.model, torch.float32)
+        runs[rank].weights = {name: tensor.clone() for name, tensor in weights}
     return runs
 
 
 @pytest.fixture(scope="module")
 def found(plain, tiny_model, untied_model) -> dict:
-    parts = "gradients,checkpoints,sync"
+    parts = "gradients,checkpoints,stop,sync"
     return on_ranks(parts, plain["folder"], tiny_model, untied_model)
 
 
@@ -95,6 +97,25 @@ def test_checkpoints_fit_whatever_the_sharding(rank, found, plain):
         assert torch.equal(saved[name], tensor), name
         moved += not torch.equal(before[name], tensor)
     assert moved > len(before) / 3  # all but adapters of the first step, whose gradient is 0
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_trained_policy_is_written_in_several_files(rank, found, plain):
+    """By two ranks, which have loaded the weights of the plain run."""
+    final = plain["folder"] / f"sharded_{rank}/final"
+    written = hf_model(final).state_dict()
+    assert len([*final.glob("model-*.safetensors")]) > 3
+    for name, tensor in plain[rank].weights.items():
+        assert torch.equal(written[name], tensor), name
+    assert (final / "adapter/adapter_model.safetensors").exists() == bool(rank)
+
+
+def test_an_update_is_dropped_on_all_ranks_if_one_has_no_time(found):
+    """The second signal was to rank 1 alone, the weights and Adam's averages are those before."""
+    stop = found["stop"]
+    assert stop["stopped"] and stop["passes"] == 1
+    for name, tensor in stop["before"].items():
+        assert torch.equal(stop["saved"][name], tensor), name
 
 
 def test_sync_from_a_sharded_policy(found, tiny_model, untied_model):

@@ -44,8 +44,9 @@ def model_path(tmp_path_factory) -> str:
 ])  # fmt: skip
 def test_offload_frees_the_gpu(model_path, what, bytes_of_parameter):
     args = train.Args(
-        model=model_path, max_prompt_tokens=512, max_response_tokens=512, offload=what, kl_coef=0.1
-    )
+        model=model_path, max_prompt_tokens=512, max_response_tokens=512, offload=what, kl_coef=0.1,
+        tokens_per_micro_batch=16384,
+    )  # fmt: skip
     accelerator, _ = devices.start_processes(args)
     train.complete_flags(args, cuda=True)
     data.register_packed_attention()
