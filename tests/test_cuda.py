@@ -118,7 +118,8 @@ def test_frozen_weights_take_half_the_memory_and_no_number_changes(
 def test_a_micro_batch_fits_every_gpu(args, process_group, monkeypatch, flags, enough, expected):
     """On a made-up card, whose passes really compute. expected: the flags, and how often a layer
     computes in three passes, twice in each if activations are recomputed."""
-    args = dataclasses.replace(args, task="", shard=True, tokens_per_micro_batch=None, **flags)
+    flags = {"task": "", "shard": True, "tokens_per_micro_batch": None} | flags
+    args = dataclasses.replace(args, **flags)
     train.complete_flags(args, cuda=True)
     data.register_packed_attention()
     learner = train.Learner(train.Policy(args), 1e-3, 1, args, ACCELERATOR)

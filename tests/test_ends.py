@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import HANGS, REPO, TINY, Asked
 
@@ -82,6 +83,21 @@ def test_exit_codes():
     assert done.stderr.count("error: rank 0 is out of GPU memory: lower") == 1
     assert done.stderr.count("stopping: the run saves") == 1
     assert done.stderr.count("Traceback") == 3
+
+
+def test_all_ranks_name_the_one_that_is_out_of_memory(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    texts = []
+    lost = RuntimeError("Connection closed by peer")
+    for rank, error in enumerate([lost, torch.OutOfMemoryError("CUDA out of memory"), lost]):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises((RuntimeError, BadInput)) as raised, processes.oom_for_all():
+            raise error
+        texts.append(str(raised.value))
+    assert texts[0] == str(lost) and texts[1] == texts[2]
+    assert texts[1].startswith("rank 1 is out of GPU memory: lower --tokens_per_micro_batch")
+    assert "OutOfMemoryError: CUDA out of memory" in texts[1]
 
 
 def test_an_error_of_the_main_rank_is_bad_input_on_all(process_group, monkeypatch):
