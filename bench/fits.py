@@ -99,6 +99,11 @@ def update(shape: Shape, n_gpus: int, rank: int, n_tokens: int, recompute: bool)
     return kept + whole + gradients + logits + activations(shape, n_tokens, recompute) + REST
 
 
+def tokens_of_a_pass(shape: Shape, rank: int) -> float:
+    """Returns how many tokens keep a GPU busy: with fewer, a run recomputes activations."""
+    return max(WINDOW, 1e14 / ((4 if rank else 6) * shape.parameters))  # devices.FLOPS_OF_A_PASS
+
+
 def flags(shape: Shape, memory: float, n_gpus: int, rank: int) -> str:
     """Returns the table's words for the flags with which a model fits GPUs of so many bytes."""
     of_gpu = states(shape, n_gpus, rank)
@@ -109,13 +114,11 @@ def flags(shape: Shape, memory: float, n_gpus: int, rank: int) -> str:
         shares = [i / 100 for i in range(100) if least <= i / 100 <= most]
         if shares:
             break
-    tries = [(False, 16), (False, 8), (False, 4), (True, 16), (True, 8), (True, 4), (True, 2)]
-    fitting = [x for x in tries if update(shape, n_gpus, rank, x[1] << 10, x[0]) <= USED * memory]
-    if not shares or not fitting:
+    recomputes = update(shape, n_gpus, rank, tokens_of_a_pass(shape, rank), False) > USED * memory
+    if not shares or update(shape, n_gpus, rank, WINDOW, True) > USED * memory:
         return "no"
-    recompute, n = fitting[0]
     share = min(shares, key=lambda share: abs(share - 0.5))
-    words = {f"{n}k": n < 16, "R": recompute, f"u{share:g}": share != 0.5, f"tp{tp}": tp > 1}
+    words = {"R": recomputes, f"u{share:g}": share != 0.5, f"tp{tp}": tp > 1}
     return " ".join(word for word, is_needed in words.items() if is_needed) or "fits"
 
 
