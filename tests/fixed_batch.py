@@ -1,21 +1,27 @@
 """A fixed batch of unequal trajectories, and an optimiser step on it."""
 
 import random
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from conftest import output_of
+from PIL import Image
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import data
 import train
+from flatrl.vision import Vision
 
 
-def batch_of(n: int, demonstrated=()) -> dict:
+def batch_of(n: int, demonstrated=(), processor=None) -> dict:
     """Trajectories of very unequal lengths with tool tokens inside, one without any sampled
     token. Two in three share a prefix: group members, forks, equal ones, beginnings.
 
-    demonstrated: the numbers of those that were not sampled, but demonstrated."""
+    demonstrated: the numbers of those that were not sampled, but demonstrated.
+    processor: some prompts have an image of six tokens."""
     rng = random.Random(0)
     outputs = []
     ids = lambda length: [rng.randrange(3, 250) for _ in range(length)]
@@ -23,9 +29,14 @@ def batch_of(n: int, demonstrated=()) -> dict:
         length = rng.choice([3, 9, 20, 45])
         prompt, response = ids(rng.randrange(2, 12)), ids(length)
         mask = [1] + [int(rng.random() < 0.7) for _ in range(length - 1)] if i else [0] * length
+        images = []
+        if processor and i % 2:
+            pixels = random.Random(i).randbytes(3 * 56 * 84)
+            images = [Image.frombytes("RGB", (56, 84), pixels)]
+            prompt += [processor.image_token_id] * 6
         if i % 3:
             other = rng.choice(outputs)
-            prompt = other.prompt_ids
+            prompt, images = other.prompt_ids, other.images
             match i % 4:
                 case 1:  # a fork: some of the other's response is history
                     prompt = prompt + other.response_ids[: rng.randrange(1, 9)]
@@ -36,8 +47,9 @@ def batch_of(n: int, demonstrated=()) -> dict:
                     response, mask = other.response_ids[:keep], other.response_mask[:keep]
         version = -1 if i in demonstrated else 0
         output = output_of(mask, prompt, response, version, logprob=0.0, reward=rng.random())
+        output.images = images
         outputs.append(output)
-    batch = data.collate(outputs)
+    batch = data.collate(outputs, getattr(processor, "image_token_id", -1))
     return batch | {"unit_tokens": batch["response_mask"].sum(-1)}  # every row is a unit
 
 
@@ -54,12 +66,18 @@ def gradients(
     flags = {"kl_coef": 0.1, "max_grad_norm": 1e9, "loss_agg": loss_agg} | flags
     args = train.Args(model=model, tokens_per_micro_batch=n_tokens, **flags)
     data.register_packed_attention()
-    batch = batch_of(19, demonstrated)
+    config = AutoConfig.from_pretrained(model)
+    processor = None
+    if "vision_config" in config:  # the whole one needs torchvision, or vLLM patched
+        images = Qwen2VLImageProcessorPil.from_pretrained(model)
+        processor = SimpleNamespace(image_processor=images, image_token_id=config.image_token_id)
+    batch = batch_of(19, demonstrated, processor)
     shape = batch["response_mask"].shape
     generator = torch.Generator().manual_seed(0)
     batch["advantages"] = torch.randn(shape, generator=generator)
     batch["logprobs_ref"] = -5 + torch.randn(shape, generator=generator)
-    learner = train.Learner(train.Policy(args), 0.1, 1, args, accelerator)
+    policy = train.Policy(args, vision=Vision(processor) if processor else None)
+    learner = train.Learner(policy, 0.1, 1, args, accelerator)
     policy, optimizer = learner.wrapped, torch.optim.SGD(learner.net.parameters(), lr=0.1)
     learner.optimizers = [optimizer]
     if args.kl_top:  # the teacher is the policy, and less sure

@@ -1,6 +1,7 @@
 """Run by test_sharding.py on several ranks: what needs them; rank 0 writes what it found.
 
-torchrun --nproc_per_node 2 tests/sharding_worker.py PART,PART... FOLDER TIED UNTIED"""
+python tests/sharding_worker.py HOST PORT FOLDER TIED UNTIED VISION starts the two ranks of a host,
+HOST 0 or 1, by torchrun's own function: they share what is imported here."""
 
 import os
 import signal
@@ -11,16 +12,18 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import peft  # noqa: F401
 import torch
 import torch.distributed as dist
-from conftest import SMALL_CACHE
+import transformers.models.qwen2.modeling_qwen2
+import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl  # noqa: F401
 from fixed_batch import batch_of, gradients, whole
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import AutoTokenizer
 
 import data
-import rollout
 import train
-from flatrl import checkpoints, devices, processes, vllm_engine
+from flatrl import checkpoints, devices, models, processes
 from flatrl.log import SilentLog
 
 COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
@@ -33,44 +36,21 @@ CASES = {
     "clipped": (130, "token-mean", {"shard": True, "max_grad_norm": 0.5}),
     "checkpointing": (60, "token-mean", {"shard": True, "gradient_checkpointing": True}),
     "hybrid": (60, "token-mean", {"shard": "hybrid"}),
+    "images": (60, "token-mean", {"shard": True, "gradient_checkpointing": True}),
 }
 
 
 def flags_of(model: str, **more) -> train.Args:
     sizes = dict(max_prompt_tokens=64, max_response_tokens=64, max_model_len=128)
-    flags = dict(dtype="float32", shard=True, tokens_per_micro_batch=128, engine_args=SMALL_CACHE)
+    flags = dict(dtype="float32", shard=True, tokens_per_micro_batch=128)
     return train.Args(model=model, lr=0.1, **sizes | flags | more)
 
 
-def find_gradients(accelerator, folder: Path, tied: str, untied: str) -> dict:
-    """Of all cases; over four ranks, which are on two hosts, of the hybrid one."""
-    found = {}
-    for name, (tokens, loss_agg, flags) in CASES.items():
-        if (name == "hybrid") == (dist.get_world_size() == 4):
-            found[name] = gradients(accelerator, tied, tokens, loss_agg, **flags)
-    return found
-
-
-def find_sync(accelerator, folder: Path, tied: str, untied: str) -> dict:
-    """What a sync does to engine and policy; is the engine then exactly the policy?"""
-    found = {}
-    for model, dtype in ((tied, "float32"), (untied, "bfloat16")):
-        args = flags_of(model, dtype=dtype)
-        engine = rollout.Engine(model, args, accelerator.device)
-        KEPT.append(engine)
-        policy = devices.shard(moved(train.Policy(args)), args, accelerator.device)
-        train.sync(engine, policy, 1)
-        (parts,) = engine.llm.apply_model(vllm_engine.fused_parts)
-        held = {name: x for inside in parts.values() for name, x in inside.items()}
-        wrong = []
-        for name, p in policy.model.named_parameters():
-            mine = whole(p.detach()).to(held[name].dtype)
-            if not torch.equal(held[name][: len(mine)], mine):  # the engine pads the vocabulary
-                wrong.append(name)
-        engine.sleep()
-        dtypes = {x.dtype for x in held.values()}
-        found[model] = {"wrong": wrong, "names": set(held), "dtypes": dtypes}
-    return found
+def find_sync(accelerator, model: str, dtype: str) -> dict:
+    """What the engine gets from a sharded policy."""
+    args = flags_of(model, dtype=dtype)
+    policy = devices.shard(moved(train.Policy(args)), args, accelerator.device)
+    return dict(models.checkpoint_weights(policy.model, policy.engine_dtype))
 
 
 def moved(policy: train.Policy) -> train.Policy:
@@ -104,26 +84,21 @@ def state_of(run) -> dict:
     return found | {f"{name} exp_avg": whole(x["exp_avg"]).clone() for name, x in adam.items()}
 
 
-def find_checkpoints(accelerator, folder: Path, tied: str, untied: str) -> dict:
+def find_checkpoints(accelerator, folder: Path, model: str, rank: int) -> tuple[dict, dict]:
     """States of a sharded policy: saved here, and loaded from the plain one of the test. The
     policy is then in `final`, in files of about 100 kB."""
     checkpoints.FILE_BYTES = 100_000
-    found = {}
-    for rank in (0, 4):
-        args = flags_of(tied, lora_rank=rank)
-        run = run_of(accelerator, folder / f"sharded_{rank}", args, 8)
-        checkpoints.save_checkpoint(run)
-        saved = state_of(run)
-        plain = folder / f"plain_{rank}/checkpoints/step_000001"
-        checkpoints.load_checkpoint(run, plain)
-        found[rank] = saved, state_of(run)
-        checkpoints.save_policy(run, run.folder / "final")
-    return found
+    run = run_of(accelerator, folder / f"sharded_{rank}", flags_of(model, lora_rank=rank), 8)
+    checkpoints.save_checkpoint(run)
+    saved = state_of(run)
+    checkpoints.load_checkpoint(run, folder / f"plain_{rank}/checkpoints/step_000001")
+    checkpoints.save_policy(run, run.folder / "final")
+    return saved, state_of(run)
 
 
-def find_stop(accelerator, folder: Path, tied: str, untied: str) -> dict:
+def find_stop(accelerator, folder: Path, model: str) -> dict:
     """An update that rank 1 has no time for, in its second of several passes."""
-    run = run_of(accelerator, folder / "stopped", flags_of(tied, tokens_per_micro_batch=60), 8)
+    run = run_of(accelerator, folder / "stopped", flags_of(model, tokens_per_micro_batch=60), 8)
     stop = processes.Stop(accelerator.store)
     passes = []
 
@@ -150,21 +125,34 @@ def find_stop(accelerator, folder: Path, tied: str, untied: str) -> dict:
     return {"stopped": stopped, "passes": len(passes), "before": before, "saved": state_of(run)}
 
 
-PARTS = {
-    "gradients": find_gradients,
-    "checkpoints": find_checkpoints,
-    "stop": find_stop,
-    "sync": find_sync,
-}
-KEPT: list[rollout.Engine] = []  # to collect an engine would destroy the process group
-
-if __name__ == "__main__":
-    names, folder, *models = sys.argv[1:]
+def main(folder: str, tied: str, untied: str, vision: str):
+    folder = Path(folder)
     accelerator, accelerator.store = devices.start_processes(train.Args())
     data.register_packed_attention()
-    results = {name: PARTS[name](accelerator, Path(folder), *models) for name in names.split(",")}
+    found = {}
+    for name, (n_tokens, loss_agg, flags) in CASES.items():
+        model = vision if name == "images" else tied
+        found[name] = gradients(accelerator, model, n_tokens, loss_agg, **flags)
+    for rank in (0, 4):
+        found[rank] = find_checkpoints(accelerator, folder, tied, rank)
+    for model, dtype in ((tied, "float32"), (untied, "bfloat16")):
+        found[model] = find_sync(accelerator, model, dtype)
+    found["stop"] = find_stop(accelerator, folder, tied)
     if dist.get_rank() == 0:
-        torch.save(results, f"{folder}/found")
+        torch.save(found, folder / "found")
     dist.barrier()
-    for engine in KEPT[:1]:  # destroys the process group, and with it the others
-        engine.close()
+
+
+if __name__ == "__main__":
+    host, port, *arguments = sys.argv[1:]
+    settings = LaunchConfig(
+        run_id="sharding",
+        min_nodes=2,
+        max_nodes=2,
+        nproc_per_node=2,
+        rdzv_backend="static",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"rank": int(host)},
+        start_method="fork",
+    )
+    elastic_launch(settings, main)(*arguments)

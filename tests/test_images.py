@@ -11,23 +11,15 @@ import numpy as np
 import pytest
 import torch
 import vision_task
-from conftest import KEPT, SMALL_CACHE, metrics_of, output_of, rollouts_of, run, stepped
+from conftest import KEPT, SMALL_CACHE, metrics_of, output_of, rollouts_of, stepped
 from PIL import Image
-from test_agent_loop import Notes, Script, call, encode, tool_turn
+from test_agent_loop import Script, encode
 from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_task import Looker, picture
 
 import data
 import train
-from agent_loop import (
-    AgentLoopOutput,
-    BadInput,
-    SingleTurnLoop,
-    ToolAgentLoop,
-    ToolResponse,
-    expand,
-    load_image,
-)
+from agent_loop import AgentLoopOutput, BadInput, SingleTurnLoop, expand, load_image
 from examples.vision import init_vision_model
 from flatrl import models
 from flatrl.chat.client import ChatAgentLoop
@@ -85,14 +77,22 @@ def rows_of(args, processor, task=vision_task) -> list[dict]:
     return data.filter_overlong(rows, processor.tokenizer, task, args, processor)
 
 
-def play_all(policy, background, args, processor, rows):
-    """The outputs of one trajectory a row, sampled with the policy's weights."""
+def make_engine(args, processor) -> Engine:
     tokenizer = processor.tokenizer
     stops = [tokenizer.eos_token_id]
-    engine = Engine(args.model, args, CPU, stops, len(tokenizer), processor.image_token_id)
-    KEPT.append(engine)
+    KEPT.append(Engine(args.model, args, CPU, stops, len(tokenizer), processor.image_token_id))
+    return KEPT[-1]
+
+
+@pytest.fixture(scope="module")
+def vision_engine(args, processor, process_group) -> Engine:
+    return make_engine(args, processor)
+
+
+def play_all(policy, engine, background, args, processor, rows):
+    """The outputs of one trajectory a row, sampled with the policy's weights."""
     train.sync(engine, policy, 0)
-    loops = [Looker(engine, tokenizer, processor, vision_task, args) for _ in rows]
+    loops = [Looker(engine, processor.tokenizer, processor, vision_task, args) for _ in rows]
     runs = [loop.run({"temperature": 1.0}, **row) for loop, row in zip(loops, rows)]
     outputs = stepped(engine, background, *runs)
     engine.sleep()
@@ -117,10 +117,10 @@ def differences(policy, outputs: list) -> torch.Tensor:
     return (logprobs - batch["logprobs_rollout"]).abs()[batch["response_mask"].bool()]
 
 
-def test_two_turns_with_images_agree_with_the_engine(background, args, processor, process_group):
+def test_two_turns_with_images_agree_with_the_engine(vision_engine, background, args, processor):
     rows = rows_of(args, processor)[:9]
     policy = make_policy(args, processor)
-    outputs = play_all(policy, background, args, processor, rows)
+    outputs = play_all(policy, vision_engine, background, args, processor, rows)
     place = processor.image_token_id
     for row, output in zip(rows, outputs, strict=True):
         looked = row["index"] % 3 == 1
@@ -157,7 +157,8 @@ def test_qwen3_vl_agrees_with_the_engine_too(args, background, process_group, pr
     processor = load_processor(args)
     assert type(processor).__name__ == "Qwen3VLProcessor"
     policy = make_policy(args, processor)
-    outputs = play_all(policy, background, args, processor, rows_of(args, processor)[:6])
+    engine = make_engine(args, processor)
+    outputs = play_all(policy, engine, background, args, processor, rows_of(args, processor)[:6])
     assert sum(len(output.images) for output in outputs) > 6
     assert differences(policy, outputs).max() < 1e-4
 
@@ -170,13 +171,6 @@ def shown(processor, text: str, images: list, response="abcdef") -> AgentLoopOut
     ids = ids_of(processor, response)
     prompt = expand(ids_of(processor, text), images, processor)
     return output_of([1] * len(ids), prompt, ids, images=images)
-
-
-def gradients(model, batch: dict, parts: list[list[int]]) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    for rows in parts:
-        model(pack(batch, rows)[0])["logprobs"].sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def test_gradients_are_those_of_transformers_and_shared_prefixes_are_computed_once(args, processor):
@@ -199,9 +193,8 @@ def test_gradients_are_those_of_transformers_and_shared_prefixes_are_computed_on
     assert images[0][0] is images[1][0] is images[3][0] is not images[2][0]
     n_packed = pack(batch, range(5))[0]["inputs"]["input_ids"].numel()
     assert n_packed < 0.75 * batch["lengths"].sum()
-    whole = gradients(policy, batch, [range(5)])
-    for name, gradient in gradients(policy, batch, [[3, 1], [0, 2, 4]]).items():
-        assert torch.allclose(gradient, whole[name], atol=1e-4, rtol=1e-3), name
+    policy(pack(batch, range(5))[0])["logprobs"].sum().backward()
+    whole = {name: p.grad for name, p in policy.named_parameters()}
     visual = [gradient for name, gradient in whole.items() if "visual" in name]
     assert visual and all(gradient.any() for gradient in visual)
 
@@ -224,7 +217,6 @@ def test_gradients_are_those_of_transformers_and_shared_prefixes_are_computed_on
 
 # ---------------------------------------------------------------- agent loops, a scripted engine
 
-CALL = call("notes")
 LENGTHS = train.Args(
     max_images=4, max_prompt_tokens=400, max_response_tokens=400, max_model_len=800
 )
@@ -248,27 +240,6 @@ class Seeing(Script):
 def row_with(*images) -> dict:
     content = [{"type": "image"} for _ in images] + [{"type": "text", "text": "Look."}]
     return {"prompt": user(content), "images": list(images)}
-
-
-def test_the_engine_gets_a_placeholder_an_image_and_the_trainer_all(processor):
-    first, second = picture(1, 84, 56), picture(2, 56, 56)
-    tool = Notes(ToolResponse("here", images=[second], reward=0.5))
-    engine = Seeing(processor.tokenizer, (CALL, "red"), processor=processor)
-    task = SimpleNamespace(TOOLS=[tool])
-    loop = ToolAgentLoop(engine, processor.tokenizer, processor, task, LENGTHS)
-    output = asyncio.run(loop.run({}, **row_with(first)))
-    parts = [CALL + "<|im_end|>", tool_turn(f"here{SEEN}"), "red<|im_end|>"]
-    decode = processor.tokenizer.decode
-    before, after = map(decode, engine.prompts)
-    assert before.count(PLACE) == 1 and after == before + parts[0] + parts[1]
-    assert engine.images == [[first.tobytes()], [first.tobytes(), second.tobytes()]]
-    assert decode(output.prompt_ids) == before.replace(PLACE, PLACE * 6)
-    parts = [part.replace(PLACE, PLACE * 4) for part in parts]
-    assert decode(output.response_ids) == "".join(parts)
-    a, b, c = (len(ids_of(processor, part)) for part in parts)
-    assert output.response_mask == [1] * a + [0] * b + [1] * c
-    assert output.turn_rewards == [(a - 1, 0.5)] and len(output.images) == 2
-    assert output.messages[2]["content"] == [{"type": "text", "text": "here"}, {"type": "image"}]
 
 
 def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(processor):
@@ -342,19 +313,18 @@ def test_bad_images_are_found_early(args, processor, content, images):
         check_one({"prompt": user(content), "images": images}, args, processor, max_images=1)
 
 
-def test_train_with_images(tmp_path):
-    """Two ranks with a critic and a KL; one of them is sometimes without an image."""
-    folder = tmp_path / "run"
+def test_a_run_with_images(train_here, vision_engine, args, tmp_path):
+    """With a critic and a KL. Ranks without an image are in test_sharding.py."""
     flags = [
         *["--task", "tests/vision_task.py", "--agent", "looker", "--num_steps", "2"],
-        *["--prompts_per_step", "4", "--group_size", "2", "--max_prompt_tokens", "96"],
-        *["--max_response_tokens", "64", "--lr", "1e-2", "--eval_every", "0"],
+        *["--model", args.model, "--prompts_per_step", "4", "--group_size", "2"],
+        *["--max_prompt_tokens", "96", "--max_response_tokens", "64", "--lr", "1e-2"],
         *["--algo", "ppo", "--kl_coef", "0.01", "--prompts_per_mini_batch", "2"],
-        *["--tokens_per_micro_batch", "160", "--gradient_checkpointing", "--shard"],
-        *["--engine_args", SMALL_CACHE, "--output_dir", str(folder)],
+        *["--tokens_per_micro_batch", "160", "--gradient_checkpointing", "--eval_every", "0"],
     ]
-    run(*flags, by="torchrun")
-    for row in metrics_of(folder)[1:]:
+    train_here(*flags, "--output_dir", tmp_path, by=vision_engine)
+    for row in metrics_of(tmp_path)[1:]:
         assert row["rollout/logp_diff_max"] < 1e-3 and row["actor/grad_norm"] > 0
         assert row["rollout/failed_agent_loop"] == 0 and row["rollout/trajectories"] == 8
-    assert any(rollout["images"] for rollout in rollouts_of(folder, 2))
+    assert any(rollout["images"] for rollout in rollouts_of(tmp_path, 2))
+    load_processor(replace(args, model=str(tmp_path / "final")))

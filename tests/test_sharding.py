@@ -3,33 +3,30 @@
 import subprocess
 import sys
 import types
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import REPO, clean_env, free_port
+from conftest import KEPT, REPO, clean_env, free_port
 from fixed_batch import check_gradients, gradients
-from sharding_worker import CASES, flags_of, run_of, state_of
+from sharding_worker import CASES, flags_of, moved, run_of, state_of
 from test_rollout import hf_model
 
 import train
+from examples.vision import init_vision_model
 from flatrl import checkpoints, devices, models
+from flatrl.vllm_engine import fused_parts
+from rollout import Engine
 from train import Args
 
 
-def on_ranks(parts: str, folder: Path, *models: str, hosts: int = 1) -> dict:
-    """What tests/sharding_worker.py finds on two ranks of each host."""
-    processes = []
-    port = free_port()
-    for host in range(hosts):
-        launcher = ["--nproc_per_node", 2, "--nnodes", hosts, "--node_rank", host]
-        launcher += ["--master_addr", "127.0.0.1", "--master_port", port]
-        command = ["-m", "torch.distributed.run", *launcher, "tests/sharding_worker.py"]
-        command = [sys.executable, *command, parts, folder, *models]
-        processes.append(subprocess.Popen(list(map(str, command)), cwd=REPO, env=clean_env()))
-    assert [process.wait() for process in processes] == [0] * hosts
-    return torch.load(folder / "found", weights_only=False)
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("models") / "vision"
+    torch.manual_seed(0)
+    init_vision_model(path)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -47,38 +44,36 @@ def plain(tiny_model, tmp_path_factory, process_group) -> dict:
 
 
 @pytest.fixture(scope="module")
-def found(plain, tiny_model, untied_model) -> dict:
-    parts = "gradients,checkpoints,stop,sync"
-    return on_ranks(parts, plain["folder"], tiny_model, untied_model)
+def found(plain, tiny_model, untied_model, vision_model) -> dict:
+    """What tests/sharding_worker.py finds on two hosts of two ranks."""
+    port = free_port()
+    hosts = []
+    for host in range(2):
+        arguments = host, port, plain["folder"], tiny_model, untied_model, vision_model
+        command = [sys.executable, "tests/sharding_worker.py", *map(str, arguments)]
+        hosts.append(subprocess.Popen(command, cwd=REPO, env=clean_env()))
+    assert [host.wait() for host in hosts] == [0, 0]
+    return torch.load(plain["folder"] / "found", weights_only=False)
 
 
-def check_case(name: str, found: dict, model: str):
-    """Compares gradients and metrics on several ranks with those of one, in one pass and many."""
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_does_not_depend_on_micro_batches_ranks_or_sharding(
+    name, found, tiny_model, vision_model
+):
+    """Several ranks compute that of one, in one pass and many. --max_grad_norm clips it."""
     tokens, loss_agg, flags = CASES[name]
+    model = vision_model if name == "images" else tiny_model
     flags = flags | {"shard": False}
     whole, parts = (
         gradients(Accelerator(cpu=True), model, n, loss_agg, **flags) for n in (4096, tokens)
     )
-    for result in (found, parts):
+    for result in (found[name], parts):
         check_gradients(result["gradients"], whole["gradients"], 1e-5)
         assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-4, abs=1e-7)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "hybrid"])
-def test_gradient_does_not_depend_on_micro_batches_ranks_or_sharding(name, found, tiny_model):
-    check_case(name, found["gradients"][name], tiny_model)
     if name == "clipped":
-        clipped = found["gradients"][name]
-        assert clipped["metrics"]["actor/grad_norm"] > 1
-        norms = torch.stack([gradient.norm() for gradient in clipped["gradients"].values()])
+        assert found[name]["metrics"]["actor/grad_norm"] > 1
+        norms = torch.stack([gradient.norm() for gradient in found[name]["gradients"].values()])
         assert norms.norm() == pytest.approx(0.5, rel=1e-4)
-
-
-def test_hybrid_on_two_hosts_has_the_gradient_of_one_process(
-    tiny_model, untied_model, process_group, tmp_path
-):
-    found = on_ranks("gradients", tmp_path, tiny_model, untied_model, hosts=2)
-    check_case("hybrid", found["gradients"]["hybrid"], tiny_model)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -86,7 +81,7 @@ def test_checkpoints_fit_whatever_the_sharding(rank, found, plain):
     """... from one rank to two, and from two to one; of all weights, and of adapters."""
     run = plain[rank]
     before = state_of(run)
-    saved, loaded = found["checkpoints"][rank]
+    saved, loaded = found[rank]
     assert loaded.keys() == before.keys() and len(before) > 20
     for name, tensor in before.items():
         assert torch.equal(loaded[name], tensor), name
@@ -118,13 +113,27 @@ def test_an_update_is_dropped_on_all_ranks_if_one_has_no_time(found):
         assert torch.equal(stop["saved"][name], tensor), name
 
 
-def test_sync_from_a_sharded_policy(found, tiny_model, untied_model):
-    dtypes = {tiny_model: torch.float32, untied_model: torch.bfloat16}
-    assert found["sync"].keys() == dtypes.keys()
-    for model, result in found["sync"].items():
-        names = {name for name, _ in hf_model(model).named_parameters()}
-        assert result["wrong"] == [] and result["names"] == names
-        assert result["dtypes"] == {dtypes[model]}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_is_exactly_the_sharded_policy(
+    dtype, found, args, engine, tiny_model, untied_model
+):
+    """With tied embeddings, and in bfloat16 with a head of its own."""
+    model = tiny_model
+    if dtype == "bfloat16":
+        model = untied_model
+        engine = Engine(model, replace(args, dtype=dtype), torch.device("cpu"))
+        KEPT.append(engine)
+    engine.wake_weights()
+    engine.load_weights(found[model].items(), 1)
+    engine.wake_kv()
+    (fused,) = engine.llm.apply_model(fused_parts)
+    held = {name: tensor for parts in fused.values() for name, tensor in parts.items()}
+    engine.sleep()
+    expected = dict(moved(train.Policy(flags_of(model, dtype=dtype))).model.named_parameters())
+    assert held.keys() == expected.keys()
+    for name, tensor in expected.items():
+        # The engine pads the vocabulary.
+        assert torch.equal(held[name][: len(tensor)], tensor.to(getattr(torch, dtype))), name
 
 
 def test_a_tensor_that_a_sync_leaves_out_is_named(engine, tiny_model, monkeypatch):
