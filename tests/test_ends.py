@@ -76,7 +76,7 @@ print(json.dumps(codes))
 def test_exit_codes():
     """Only a run that came to its end returns 0. It ends, whatever threads are left."""
     command = [sys.executable, "-c", CASES]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=HANGS)
     codes = {"end": 0, "signalled": 130, "input": 2, "error": 1, "exit": 1, "_exit": 1, "memory": 2}
     assert json.loads(done.stdout) == codes, done.stderr
     assert "train.py: error: no\n" in done.stderr

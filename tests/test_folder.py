@@ -8,8 +8,6 @@ import shutil
 import subprocess
 import sys
 import types
-from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -150,15 +148,8 @@ def test_resume_prints_other_flags_and_refuses_other_rows(tmp_path, capsys):
         checkpoints.check_changes(accepted, "rows b", {"history": [[7, 0]]})
 
 
-@dataclass
-class Board:
-    marks: set
-
-
 @pytest.mark.parametrize("edit, is_same", [
     (lambda rows: rows[0].update(words={"c", "b", "a"}), True),
-    (lambda rows: rows[0].update(queue=deque([Board({8, 0})])), True),
-    (lambda rows: rows[0].update(queue=deque([Board({8, 1})])), False),
     (lambda rows: rows[0].update(numbers=torch.tensor([1.0, 3.0])), False),
     (lambda rows: rows[1]["images"][0].putpixel((1, 1), 9), False),
     (lambda rows: rows.reverse(), False),
@@ -169,7 +160,6 @@ def test_rows_have_one_hash(edit, is_same):
     def make_rows():
         choices = np.array([f"choice {i}" for i in range(3)], dtype=object)
         first = {"words": {"a", "b", "c"}, "choices": choices, "numbers": torch.tensor([1.0, 2.0])}
-        first["queue"] = deque([Board({0, 8})])  # such sets keep the order of insertion
         first["random"] = np.random.default_rng(0)
         return [first, {"answer": 3, "images": [Image.new("L", (3, 3))]}]
 

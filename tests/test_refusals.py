@@ -1,4 +1,4 @@
-"""Models that can't be trained here, and flags that vLLM would refuse after its start."""
+"""Models that can't be trained here, or that vLLM would refuse after its start."""
 
 import pytest
 import torch
@@ -33,9 +33,3 @@ def test_models(check, model_type, architecture, more, said, tmp_path, tiny_mode
     with pytest.raises(BadInput) as caught:
         check(args)
     assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_sampling_parameter_that_vllm_lacks(tiny_model, process_group):
-    flags = dict(dtype="float32", max_model_len=128, sampling_args='{"a": 1}')
-    with pytest.raises(BadInput, match="--sampling_args: vLLM has no sampling parameter a"):
-        check_engine(Args(model=tiny_model, **flags))

@@ -1,6 +1,5 @@
 """examples/tiny_models.py: models that are built from demonstrations."""
 
-import asyncio
 import random
 from types import SimpleNamespace
 
@@ -8,27 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from agent_loop import BadInput, function_call
-from data import load_rows
-from examples import calculator
-from examples.tiny_models import build_from_demonstrations, common_pieces, make_tokenizer, play
-
-
-def test_the_rows_loop_plays_a_demonstration():
-    tokenizer = make_tokenizer(common_pieces(calculator))
-    row = calculator.load("train")[0]
-    expression, answer = calculator.expression_of(row), row["reward_model"]["ground_truth"]
-    call = function_call("", "calculator", {"expression": expression})
-    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-    row["demonstration"] = [calling, f"<answer>{answer}</answer>"]
-    source = SimpleNamespace(load=lambda split: [row], SYSTEM_PROMPT=calculator.SYSTEM_PROMPT)
-    (checked,) = load_rows(source, "train")
-    ((ids, mask),) = asyncio.run(play(checked, calculator, tokenizer))
-    said = tokenizer.decode([token for token, mine in zip(ids, mask, strict=True) if mine])
-    assert said.startswith("<tool_call>") and f'"{expression}"' in said
-    assert said.endswith(f"</tool_call><|im_end|><answer>{answer}</answer><|im_end|>")
-    response = f"<tool_response>\n{answer}\n</tool_response>"
-    assert response in tokenizer.decode(ids)  # the tool was run
+from agent_loop import BadInput
+from examples.tiny_models import build_from_demonstrations
 
 
 @pytest.mark.parametrize("demonstration", [["8", "9"], "8<|im_end|>9", None, "8" * 2000])
