@@ -260,7 +260,8 @@ def stable_hash(*parts) -> int:
     """Returns an integer in [0, 2^63) that depends on the reprs of the parts alone.
 
     All ranks and a resumed run get the same one, unlike Python's `hash`, which is salted."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    text = repr(parts).encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
@@ -326,29 +327,33 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
 
     def padded(rows, dtype=np.int64, padding=0):
         # np.array is faster than torch.tensor for long lists.
-        rows = [torch.from_numpy(np.array(row, dtype)) for row in rows]
-        return pad_sequence(rows, batch_first=True, padding_value=padding)
+        tensors = [torch.from_numpy(np.array(row, dtype)) for row in rows]
+        return pad_sequence(tensors, batch_first=True, padding_value=padding)
 
-    mask = padded([output.response_mask for output in outputs], np.float32)
-    versions = padded([output.response_versions for output in outputs], padding=-1)
+    def column(name: str) -> list:
+        return [getattr(output, name) for output in outputs]
+
+    prompts = column("prompt_ids")
+    responses = column("response_ids")
+    mask = padded(column("response_mask"), np.float32)
+    versions = padded(column("response_versions"), padding=-1)
     # Demonstrated tokens have mask 1, but version -1, because no weights sampled them.
     is_imitated = mask.bool() & (versions < 0)
-    ids = [np.concatenate([output.prompt_ids, output.response_ids]) for output in outputs]
-    prompt_lengths = torch.tensor([len(output.prompt_ids) for output in outputs])
-    response_lengths = torch.tensor([len(output.response_ids) for output in outputs])
+    prompt_lengths = torch.tensor([*map(len, prompts)])
+    response_lengths = torch.tensor([*map(len, responses)])
     tensors = {
-        "input_ids": padded(ids),
+        "input_ids": padded(map(np.append, prompts, responses)),
         "lengths": prompt_lengths + response_lengths,
         "prompt_lengths": prompt_lengths,
         "response_lengths": response_lengths,
         "response_mask": mask.masked_fill_(is_imitated, 0),
-        "logprobs_rollout": padded([output.response_logprobs for output in outputs], np.float32),
+        "logprobs_rollout": padded(column("response_logprobs"), np.float32),
         "versions": versions,
-        "truncated": torch.tensor([output.truncated for output in outputs]),
+        "truncated": torch.tensor(column("truncated")),
     }
     if is_imitated.any():
         tensors["imitation_mask"] = is_imitated.float()
-    images = [output.images for output in outputs]
+    images = column("images")
     if any(images):
         tensors["images"] = images
         tensors["prefix_ids"] = prefix_ids_of(tensors["input_ids"], images, image_token_id)
@@ -402,7 +407,8 @@ class Batch(dict):
 
     def count_unit_tokens(self) -> B:
         """Returns the number of mask-1 tokens in the whole unit of each row."""
-        return losses.group_sum(self["response_mask"].sum(-1), self.units.unit_of_row)
+        n_tokens = self["response_mask"].sum(-1)  # (B,)
+        return losses.group_sum(n_tokens, self.units.unit_of_row)
 
 
 def make_batch(outputs: Outputs, processor=None) -> Batch:
@@ -459,7 +465,8 @@ class EndToEnd:
         self.last_places = torch.tensor(taken).sub(1).clamp(min=0)
 
         # The place of each token; if it was not sampled, that of the last sampled one before it.
-        self.place = widths.cumsum(1) + torch.tensor(offsets)[:, None] - 1  # (B, T)
+        offsets = torch.tensor(offsets)[:, None]  # (B, 1)
+        self.place = offsets + widths.cumsum(1) - 1  # (B, T)
         # Unit and place of the n sampled tokens, (n,) each.
         row, _ = self.sampled.nonzero(as_tuple=True)
         self.places = batch.units.unit_of_row[row], self.place[self.sampled]
@@ -513,9 +520,10 @@ def turn_states(batch: Batch) -> Turns:
     given = [[] for _ in units.names]
     for unit, output in zip(units.unit_of_row.tolist(), batch.outputs):
         given[unit] += output.metrics.get("states", [])
+    groups = units.groups.tolist()
     n_turns = losses.turn_starts(batch.layout.mask).sum(1).tolist()
     labels = []
-    for group, states, n in zip(units.groups.tolist(), given, n_turns):
+    for group, states, n in zip(groups, given, n_turns):
         if n == 0:  # in a demonstration, for example
             continue
         states = states or range(n)
@@ -617,7 +625,9 @@ def count_globally(batch: dict, rows: list[int], names: Sequence[str]) -> dict[s
 
 
 # ---------------------------------------------------------------- packing
-# Models that can't take packed rows get right-padded ones, which share nothing.
+# Rows in prefix order are cut into runs that share prefixes. Runs fill parts, each of which becomes
+# a micro-batch, and `balance` deals the parts to ranks. Models that can't take packed rows get
+# right-padded ones, which share nothing: there, a part has rows of similar lengths.
 
 
 @dataclass
@@ -707,7 +717,8 @@ def _runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
             middle = (start + end - 1) // 2  # of rows 0 to 5 it is 2: cut before 3, 4 or 5
             second_half = range(end - 1, middle, -1)
             end = min(second_half, key=whole.shared.__getitem__)
-        runs.append(Part(whole.rows[start:end], sizes[end - start - 1]))
+        rows = whole.rows[start:end]
+        runs.append(Part(rows, sizes[len(rows) - 1]))
         start = end
     return runs
 

@@ -149,7 +149,7 @@ def estimator(name: str) -> Callable:
 
     Name the inputs you want as parameters. They describe a whole batch of N units, those of
     demonstrations included, whose mask is 0 everywhere:
-        rewards, outcomes    (N,) shaped, as token_rewards add up; terminal, as the task gave them
+        rewards, outcomes    (N,) sums of token_rewards; terminal rewards as the task gave them
         groups, prompts      (N,) labels of units to compare; numbers of the prompts
         names, outputs       the units' names; the AgentLoopOutputs, those of unit 0 first
         lengths, truncated   (N,) mask-1 tokens; True if a limit cut the unit's last output off
@@ -158,8 +158,8 @@ def estimator(name: str) -> Callable:
         states               (turns,) see `gigpo_advantages`
         mask                 (N, S) of the unit's outputs, laid end to end. A column with mask 0
                              precedes each turn: 0 1 1 0 1 is two turns (data.EndToEnd).
-        token_rewards        (N, S) the terminal reward at the unit's last mask-1 token, or in
-                             column 0 if it has none
+        token_rewards        (N, S) shaped and turn rewards times --reward_coef, minus a KL in the
+                             reward. The terminal one is at the last mask-1 token, or in column 0.
         values               (N, S) of a critic, which is trained if you ask for them
         entropy, logprobs_old, logprobs_rollout, logprobs_ref, versions
                              (N, S) as in `objective`; the first two cost a pass of the policy

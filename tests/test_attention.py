@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import data
 import train
-from agent_loop import BadInput
 
 SIZES = dict(vocab_size=250, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
@@ -114,10 +113,3 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(
         if name in gradients:  # routers' biases have none, for one
             difference = (parameter.grad - gradients[name]).norm()
             assert difference <= 2e-5 * gradients[name].norm() + 1e-6 * whole, name
-
-
-def test_a_head_that_is_more_than_a_product_is_refused(tmp_path, process_group):
-    data.register_packed_attention()
-    saved(tmp_path, "gptj", n_embd=32, n_head=4, n_layer=1, rotary_dim=4)
-    with pytest.raises(BadInput, match="has a bias in its output head"):
-        train.Policy(train.Args(model=str(tmp_path)))
