@@ -303,13 +303,17 @@ def main() -> None:
     parser = common.make_parser(__doc__, **numbers)
     parser.add_argument("--model", help="default: a random model of 2.6M parameters")
     parser.add_argument("--trl", nargs="*", choices=("generate", "vllm"), default=["generate"])
-    batches = "responses in one pass of TRL, which divide those of a step; default: all"
+    batches = "responses in one pass of TRL, a side for each number; default: all"
     parser.add_argument("--batch", type=int, nargs="*", default=[None], help=batches)
     parser.add_argument("--no_correction", action="store_true", help="TRL scores nothing before")
     parser.add_argument("--bf16", action="store_true", help="TRL's weights are bfloat16")
     parser.add_argument("--free", action="store_true", help="--tokens is only the limit")
     parser.add_argument("--engine_args", default="{}", help="as in train.py")
     options = parser.parse_args()
+    n_responses = options.prompts * options.group_size
+    leftover = [n_responses % (batch or 1) for batch in options.batch]
+    if any(leftover) or options.rounds % options.turns:
+        parser.error("--batch must divide --prompts x --group_size, and --turns --rounds")
     with tempfile.TemporaryDirectory() as folder:
         options.model = options.model or common.random_model(f"{folder}/model", **common.LARGER)
         os.environ["BENCH_PROMPTS"] = str(options.prompts)
@@ -326,6 +330,8 @@ def main() -> None:
                 for name in together:
                     steps[name] += made[name]
         whole = {name: made for name, made in steps.items() if len(made) == options.rounds}
+        if "flatrl" not in whole:
+            raise SystemExit("flatrl has not made its steps")
         common.write_rows(options.out, print_table(whole))
 
 
