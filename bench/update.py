@@ -34,7 +34,7 @@ def share_nothing(batch: dict, rows: list[int], is_packed: bool = True) -> data.
 
 
 def make_batch(n_rows: int, n_prompts: int, P: int, R: int) -> dict:
-    """Returns a batch of random tokens and advantages: prompts of P tokens, responses of R."""
+    """Returns random rows, each a unit, and advantages: prompts of P tokens, responses of R."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 250, (n_prompts, P), generator=generator)
     prompts = prompts.repeat_interleave(n_rows // n_prompts, 0)
@@ -45,7 +45,6 @@ def make_batch(n_rows: int, n_prompts: int, P: int, R: int) -> dict:
         outputs.append(common.as_output(prompt, out))
     batch = data.collate(outputs)
     advantages = torch.randn(n_rows, 1, generator=generator).repeat(1, R)
-    # Every row is a unit.
     return batch | {"unit_tokens": batch["response_mask"].sum(-1), "advantages": advantages}
 
 
@@ -128,10 +127,12 @@ def main() -> None:
     parser.add_argument("--model", help="default: a random model of 2.6M parameters")
     parser.add_argument("--case", type=int, nargs=3, help="prompts, and tokens of each and answer")
     parser.add_argument("--only", choices=["flatrl"], help="without the other sides")
+    parser.add_argument("--compile", action="store_true", help="as train.py's; not of `bare`")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         args = train.Args(model=options.model or common.random_model(folder, **common.LARGER))
+        args.compile = options.compile
         accelerator = common.start(args)
         sides = {"flatrl": Flatrl(args, accelerator, data.in_prefix_order)}
         if not options.only:
@@ -139,7 +140,6 @@ def main() -> None:
             sides["bare"] = Bare(args)
         for n_prompts, P, R in [options.case] if options.case else CASES:
             print(f"{n_prompts} prompts of {P}, responses of {R} tokens", flush=True)
-            args.max_response_tokens = R
             case = {"prompts": n_prompts, "prompt_tokens": P, "response_tokens": R}
             batch = make_batch(options.rows, n_prompts, P, R)
             rows += [case | row for row in measure(sides, batch, options.rounds)]

@@ -185,6 +185,9 @@ class Args(LoopArgs):
     gradient_checkpointing: bool | None = flag(
         None, "recompute activations: a third slower, much less memory; default: on CUDA where "
         "passes would be too small without, else off")
+    compile: bool = flag(
+        False, "torch.compile for the decoder layers of policy, critic and reference; has not "
+        "run on a GPU")
     shard: Literal[False, True, "hybrid"] = flag(
         False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: "
         "over those of a host; always on in bfloat16 on CUDA")
@@ -416,6 +419,8 @@ def check_flags_together(args: Args):
          f"--ref_update {args.ref_update} with --lora_rank: must be 0 or 1")
     need(args.reward_coef > 0 or args.hints or args.ref_model,
          "--reward_coef 0 (--algo opd) learns from the KL to a teacher: give its --ref_model")
+    need(not args.compile or not args.router_replay,
+         "--compile with --router_replay: not implemented")
     need(args.eval_samples == 1 or args.sampling(validate=True)["temperature"] != 0,
          f"--eval_samples {args.eval_samples} would be equal at temperature 0")
     need(args.window > args.max_prompt_tokens,

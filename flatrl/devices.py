@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -14,6 +15,7 @@ from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.utils._pytree import tree_map, tree_map_only
 
+from flatrl.attention import packed_attention
 from flatrl.bad_input import need, refusing
 from flatrl.launch import n_cores
 from flatrl.layers import recompute_activations
@@ -76,34 +78,61 @@ def device_defaults(args, cuda: bool) -> dict:
     return {"dtype": dtype, "shard": sharding(args) or (cuda and dtype == "bfloat16")}
 
 
+def decoder_layers(net: nn.Module, args) -> list[nn.Module]:
+    """Returns the layers of a transformers model. Raises BadInput if its code names none."""
+    names = {name for x in net.modules() for name in getattr(x, "_no_split_modules", None) or ()}
+    layers = [module for module in net.modules() if type(module).__name__ in names]
+    need(
+        layers,
+        f"--shard, --compile: the code of --model {args.model} doesn't name its layers in "
+        "_no_split_modules; --dtype float32 without --shard needs none",
+    )
+    return layers
+
+
 def shard(net: nn.Module, args, device: torch.device) -> nn.Module:
     """Shards a network in place by FSDP2, over all ranks or over those of each host (hybrid).
 
     Each decoder layer is a unit, whole only while it computes; the root has the rest. Parameters
     and the sums of gradients are float32; for bfloat16, parameters are cast before they are
-    gathered. Raises BadInput if the model names no layers."""
+    gathered."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    names = {name for x in net.modules() for name in getattr(x, "_no_split_modules", None) or ()}
-    layers = [module for module in net.modules() if type(module).__name__ in names]
-    need(
-        layers,
-        f"--shard: the code of --model {args.model} doesn't name its layers in "
-        "_no_split_modules; --dtype float32 needs none",
-    )
     shape = {"shard": dist.get_world_size()}
     if args.shard == "hybrid":
         n_hosts = dist.get_world_size() // ranks_of_host()
         shape = {"replicate": n_hosts, "shard": ranks_of_host()}
     mesh = dist.init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     precision = MixedPrecisionPolicy(getattr(torch, args.dtype, None), torch.float32)
+    layers = decoder_layers(net, args)
     for module in (*layers, net):  # the root, too, is resharded: nothing may stay whole
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
     return net
 
 
+def compile_layers(net: nn.Module, args, device: torch.device):
+    """Makes the first call of each decoder layer compile its forward pass, for any lengths.
+
+    Hooks stay outside, FSDP's among them, and so does the recomputation of activations."""
+    from transformers import AttentionInterface
+
+    if device.type == "cpu":  # its loop over sequences would be compiled for each number of them
+        AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
+    for layer in decoder_layers(net, args):
+        if isinstance(layer.forward, partial):  # checkpoint(forward): recompute_activations
+            recomputed = layer.forward
+            forward = torch.compile(*recomputed.args, dynamic=True)
+            layer.forward = partial(recomputed.func, forward, **recomputed.keywords)
+        else:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
 def wrap(net: nn.Module, args, accelerator, frozen: bool = False) -> nn.Module:
-    """Returns a network on the device: sharded, or wrapped by accelerate (DDP)."""
+    """Returns a network on the device: sharded, or wrapped by accelerate (DDP).
+
+    With --compile, its decoder layers are compiled before, each by itself."""
+    if args.compile:
+        compile_layers(net, args, accelerator.device)
     if args.shard:
         return shard(net, args, accelerator.device)
     return accelerator.prepare_model(net, evaluation_mode=frozen)
