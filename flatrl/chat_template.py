@@ -6,6 +6,7 @@ the last word ends the turn. `ChatTemplate.suffix` is what happens between two t
 
 import copy
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -108,36 +109,32 @@ WORD = re.compile(MARK + r"\d{7}")
 PROMPT_TAIL = 64  # tokens at the end of a prompt, in which it may open a thought
 
 
-def _worded(message, number):
-    """Returns a message with a word in place of each of its texts.
+def _in_words(messages, role=None):
+    """Returns messages with a word of its own in place of each text, such as "Probe0001000".
 
-    number: that of the message in its chat. A word consists of MARK, this number and a count."""
-    n_words = 0
-
-    def word():
-        nonlocal n_words
-        n_words += 1
-        return f"{MARK}{number:04d}{n_words:03d}"
-
-    message = dict(message)
-    for key in ("reasoning_content", "content"):
-        said = message.get(key)
-        if isinstance(said, list):
-            message[key] = [part | {"text": word()} if part.get("text") else part for part in said]
-        elif said and said.strip():
-            message[key] = word()
-    if message.get("tool_calls"):
+    It begins with MARK and the number of the message. role: whose texts are replaced, by default
+    everyone's."""
+    changed = []
+    for number, message in enumerate(messages):
+        message = dict(message)
+        changed.append(message)
+        if role not in (None, message["role"]):
+            continue
+        words = (f"{MARK}{number:04d}{i:03d}" for i in itertools.count())
+        for key in ("reasoning_content", "content"):
+            said = message.get(key)
+            if isinstance(said, list):
+                parts = [p | {"text": next(words)} if p.get("text") else p for p in said]
+                message[key] = parts
+            elif said and said.strip():
+                message[key] = next(words)
         calls = []
-        for call in message["tool_calls"]:
-            function = call["function"] | {"arguments": {"text": word()}}
+        for call in message.get("tool_calls") or ():
+            function = call["function"] | {"arguments": {"text": next(words)}}
             calls.append(call | {"function": function})
-        message["tool_calls"] = calls
-    return message
-
-
-def _made_up(messages):
-    """Returns messages with a word in place of each text."""
-    return [_worded(message, number) for number, message in enumerate(messages)]
+        if calls:
+            message["tool_calls"] = calls
+    return changed
 
 
 def _split(text, words):
@@ -158,32 +155,29 @@ class Recent:
     latest round. So a template can look back at the last turn with a thought, for example."""
 
     def __init__(self):
-        self.start = []
-        self.rounds = {}  # kind -> the last earlier round
-        self.latest = []  # the latest round
+        self.rounds = [[]]  # the first one precedes the assistant's first turn
         self.n_seen = 0
 
     def of(self, messages: list[dict]) -> list[dict]:
         """Returns the recent part of a chat, which must continue that of the last call."""
         for message in messages[self.n_seen :]:
-            if message["role"] != "assistant":
-                current = self.latest or self.start
-                current.append(message)
-                continue
-            if self.latest:
-                kind = tuple(map(_kind, self.latest))
-                self.rounds.pop(kind, None)  # so that the rounds stay in order
-                self.rounds[kind] = self.latest
-            self.latest = [message]
+            if message["role"] == "assistant":
+                *earlier, latest = self.rounds
+                kept = [each for each in earlier if _kind(each) != _kind(latest)]
+                self.rounds = [*kept, latest, []]
+            self.rounds[-1].append(message)
         self.n_seen = len(messages)
-        return [*self.start, *chain(*self.rounds.values()), *self.latest]
+        return [*chain(*self.rounds)]
 
 
-def _kind(message):
-    """Returns what a template can tell from a message without reading its words."""
-    said = message.get("content"), message.get("reasoning_content")
-    has_text = [bool(str(text or "").strip()) for text in said]
-    return message["role"], *has_text, len(message.get("tool_calls") or ())
+def _kind(messages):
+    """Returns what a template can tell from messages without reading their words."""
+    kind = []
+    for message in messages:
+        said = message.get("content"), message.get("reasoning_content")
+        has_text = [bool(str(text or "").strip()) for text in said]
+        kind.append((message["role"], *has_text, len(message.get("tool_calls") or ())))
+    return kind
 
 
 # ---------------------------------------------------------------- made-up chats
@@ -215,8 +209,9 @@ def _called(turn, n_calls=1, **said):
 
 
 SYSTEM, USER, ANSWER = ({"role": role, "content": "?"} for role in ("system", "user", "assistant"))
-CALLS, RESULT = _called(1)
-THOUGHTS = [turn | {"reasoning_content": "?"} for turn in (ANSWER, CALLS)]
+THOUGHT = ANSWER | {"reasoning_content": "?"}
+CALL, RESULT = _called(1)
+CALL_AFTER_THOUGHT = CALL | {"reasoning_content": "?"}
 TOLD = "a tool's answer"
 IN_TEXT = "an answer to a call in the text"
 TWO_CALLS = "two calls in a turn"
@@ -224,7 +219,7 @@ REPLY = "a user's answer"
 # A round is a turn of the assistant with what answers it. Each is a function of its number.
 ROUNDS = {
     REPLY: lambda n: [ANSWER, USER],
-    "reasoning": lambda n: [THOUGHTS[0], USER],
+    "reasoning": lambda n: [THOUGHT, USER],
     TOLD: _called,
     "reasoning before a call": functools.partial(_called, reasoning_content="?"),
     "text before a call": functools.partial(_called, content="?"),
@@ -243,6 +238,7 @@ class ChatTemplate:
     tokenizer: with the variables of the template. think_tags: the tags around reasoning.
     stops: the ids that end a turn; the attribute has those of the template, too.
     answer_end, call_end: the ids with which it ends an answer and a turn with calls.
+    shows_calls: whether it writes tool_calls. If not, calls stay in the text.
 
     Raises BadInput if the tokenizer has no chat template."""
 
@@ -255,16 +251,17 @@ class ChatTemplate:
         start, end = map(re.escape, (self.think_start, self.think_end))
         self.empty_thought = re.compile(rf"{start}\s*{end}\s*")
         self._cached_ids = functools.lru_cache(maxsize=64)(self.texts.ids)
-        # `problem` reads these two, so they have a value before the right one is found.
+        # For `text`, which the probes below use.
         self.no_tools = None
+        self.shows_thoughts = self.shows_thoughts_beside_calls = True
         if self.problem([USER]):  # for chats with tools alone, as Hermes-2-Pro's: [] will do
             self.no_tools = []
-        self.hides_reasoning = set()  # True: turns with calls can't show it; False: others can't
-        hides = {"tool_calls" in turn for turn in THOUGHTS if self.problem([USER, turn])}
-        self.hides_reasoning = hides
-        self.answer_end = self._end(ANSWER, USER, set())
-        self.call_end = self._end(CALLS, RESULT, {*stops, self.answer_end})
-        self.stops = {*stops, self.answer_end, self.call_end} - {None}
+        shown = [not self.problem([USER, turn]) for turn in (THOUGHT, CALL_AFTER_THOUGHT)]
+        self.shows_thoughts, self.shows_thoughts_beside_calls = shown
+        self.shows_calls = not self.problem([USER, CALL])
+        self.shows_text_beside_calls = not self.problem([USER, CALL | {"content": "?"}])
+        self._learn_ends({*stops})
+        self._learn_frames()
 
     # -- a whole chat
 
@@ -277,11 +274,14 @@ class ChatTemplate:
             message = dict(message)
             reasoning = message.pop("reasoning_content", None)
             if reasoning is not None:
-                if ("tool_calls" in message) in self.hides_reasoning:
+                is_shown = self.shows_thoughts
+                if "tool_calls" in message:
+                    is_shown = self.shows_thoughts_beside_calls
+                if is_shown:  # gpt-oss names it "thinking"
+                    message |= {"reasoning_content": reasoning, "thinking": reasoning}
+                else:
                     thought = f"{self.think_start}{reasoning}{self.think_end}"
                     message["content"] = thought + (message.get("content") or "")
-                else:  # "thinking" in gpt-oss
-                    message |= {"reasoning_content": reasoning, "thinking": reasoning}
             chat.append(message)
         return self.tokenizer.apply_chat_template(
             chat,
@@ -345,12 +345,9 @@ class ChatTemplate:
         *earlier, turn = history
         if not turn.get("tool_calls"):
             turn = turn | {"content": "?"}  # becomes a word, even if the answer is empty
-        elif self.hides_text_beside_calls:
+        elif not self.shows_text_beside_calls:
             turn = turn | {"content": ""}  # its word would seem to be left out
-        chat = []
-        for number, message in enumerate([*earlier, turn]):
-            is_said = message["role"] == "assistant"
-            chat.append(_worded(message, number) if is_said else message)
+        chat = _in_words([*earlier, turn], "assistant")
         words = WORD.findall(str(chat[-1]))
         head, tail = _split(self.text(chat, tools), words)
         new_head, new_tail = _split(self.text([*chat, *new], tools, True), words)
@@ -358,8 +355,7 @@ class ChatTemplate:
         if self.empty_thought.sub("", head) != self.empty_thought.sub("", new_head):
             raise RewritesHistory("the chat template changes an earlier message")
 
-        usual = self.call_end if turn.get("tool_calls") else self.answer_end
-        stop_text = self._token(usual if stop is None else stop) or MARK  # no token is MARK
+        stop_text = self.tokenizer.decode([self._end_of(turn) if stop is None else stop])
         # Between the last word and the stop token is the syntax that ends a call or a thought.
         syntax, found, rest = new_tail.partition(stop_text)
         if stop is None:  # the policy wrote the syntax, but no stop token
@@ -373,21 +369,19 @@ class ChatTemplate:
     def looks_far_back(self) -> bool:
         """Whether a suffix depends on more of a chat than `Recent` keeps.
 
-        Cohere's template numbers all calls, for example. In the made-up chats that show it, a round
-        follows two of its kind, or many of all kinds."""
+        Cohere's template numbers all calls, for example. Made-up chats of many rounds show it."""
         kinds = []
         for make in ROUNDS.values():
             if not self.problem([USER, *make(1), ANSWER, USER]).startswith("it raises"):
                 kinds.append(make)
         for last in kinds:
-            for makes in ([last] * 3, [*kinds * 4, last]):
-                rounds = [make(n) for n, make in enumerate(makes, 1)]
-                chat = _made_up([USER, *chain(*rounds)])
-                n_new = len(rounds[-1]) - 1  # all but the turn
-                history, new = chat[:-n_new], chat[-n_new:]
-                whole = self._outcome(history, new)
-                if whole and whole != self._outcome(Recent().of(history), new):
-                    return True
+            rounds = [make(n) for n, make in enumerate([*kinds * 4, last], 1)]
+            chat = _in_words([USER, *chain(*rounds)])
+            n_new = len(rounds[-1]) - 1  # all but the turn
+            history, new = chat[:-n_new], chat[-n_new:]
+            whole = self._outcome(history, new)
+            if whole and whole != self._outcome(Recent().of(history), new):
+                return True
         return False
 
     def _outcome(self, history, new, stop=None, tools=None):
@@ -399,30 +393,38 @@ class ChatTemplate:
         except Exception:  # templates raise whatever they like
             return None
 
-    def _end(self, turn, reply, known):
-        """Returns the id of the token that ends a made-up turn, by default EOS.
+    def _learn_ends(self, stops):
+        """Sets stops, answer_end and call_end.
 
-        It is the first special token after the turn or, without one, that with which the next
-        message begins (GLM). Calls may have special tokens of their own. So a turn with calls ends
-        at a known token, or else at the first one that is not between two calls."""
-        # Pieces 0 and 1 are before the user's word and the turn's; piece 2 is after that.
-        after = [*self._pieces(USER, turn)[2:], *self._pieces(USER, turn, reply)[2:3]]
-        found = self.texts.special_ids("".join(after))
-        between = []
-        if turn is CALLS:
-            between = self._pieces(USER, _called(1, 2)[0])[2:3]
-        inner = self.texts.special_ids("".join(between))
-        ends = [token for token in found if token in known]
-        ends += [token for token in found if token not in inner]
-        return ends[0] if ends else self.tokenizer.eos_token_id
+        A turn ends with the first special token after its words or, without one, with that of the
+        next message (GLM). Calls may have special tokens of their own. So a turn with calls ends
+        with a known token, or else with the first one that is not between two calls."""
+        ends = self._special_after(ANSWER) + self._special_after(ANSWER, USER)
+        if self.tokenizer.eos_token:
+            ends.append(self.tokenizer.eos_token_id)
+        if not ends:
+            raise BadInput("neither the chat template nor the tokenizer has a token to end a turn")
+        self.answer_end = ends[0]
+        two_calls, *_ = _called(1, 2)
+        between = self._special_after(two_calls)
+        after = self._special_after(CALL) + self._special_after(CALL, RESULT)
+        known = [token for token in after if token in stops | {self.answer_end}]
+        others = [token for token in after if token not in between]
+        self.call_end = [*known, *others, self.answer_end][0]
+        self.stops = {*stops, self.answer_end, self.call_end}
 
-    def _pieces(self, *messages):
-        """Returns a made-up chat as written, split at its words; [] if the template refuses it."""
-        return [] if self.problem(messages) else WORD.split(self.text(_made_up(messages)))
+    def _special_after(self, *messages):
+        """Returns the ids of the special tokens between the first word of messages and the next.
 
-    def _token(self, number):
-        """Returns the text of a token, "" for None."""
-        return "" if number is None else self.tokenizer.decode([number])
+        The messages follow a user's. There are none if the template refuses them."""
+        chat = [USER, *messages]
+        if self.problem(chat):
+            return []
+        return self.texts.special_ids(WORD.split(self.text(_in_words(chat)))[2])
+
+    def _end_of(self, turn):
+        """Returns the id of the token that ends a turn."""
+        return self.call_end if turn.get("tool_calls") else self.answer_end
 
     # -- what the policy said
 
@@ -433,53 +435,54 @@ class ChatTemplate:
         channel for it. The rest has tool calls, or is the answer without its frame.
 
         text: with special tokens. opened: whether the prompt opened the thought."""
-        thought, after, before = self.frames
         if self.channel:
-            closing = after.removesuffix(before).strip()  # with gpt-oss's "<|start|>assistant"
-            pattern = rf"{re.escape(thought.strip())}(.*?)(?:{re.escape(closing)}|$)"
+            start, end = map(re.escape, (self.before_thought.strip(), self.after_thought.strip()))
+            pattern = rf"{start}(.*?)(?:{end}|$)"
             thoughts = re.findall(pattern, text, re.DOTALL)
             reasoning = "\n".join(map(str.strip, thoughts)) if thoughts else None
             text = re.sub(pattern, "", text, flags=re.DOTALL)
         else:
             reasoning, text = split_reasoning(text, self.think_start, self.think_end, opened)
             if reasoning is not None:
-                text = text.removeprefix(after.partition(self.think_end)[2])
-        if before.strip() and before.strip() in text:
-            text = text.rpartition(before.strip())[2]
+                text = text.removeprefix(self.after_thought.partition(self.think_end)[2])
+        frame = self.before_answer.strip()
+        if frame:
+            text = text.rpartition(frame)[2]
         return reasoning, text
 
-    @functools.cached_property
-    def channel(self) -> str:
-        """The special token that begins a thought in a channel of the template, or ""."""
-        thought, after, *_ = self.frames
-        begin = self.texts.special_starts.findall(thought)
-        has_end = self.texts.special_ids(after) and self.think_end not in after
-        return begin[0] if begin and has_end else ""
+    def _learn_frames(self):
+        """Sets what the template writes before and after a thought, and before an answer.
 
-    @functools.cached_property
-    def frames(self) -> list[str]:
-        """What the template writes before a thought, from there to an answer, and before an answer.
-
-        In gpt-oss these begin "<|channel|>analysis", "<|end|><|start|>assistant<|channel|>final"
-        and "<|channel|>final"."""
+        In gpt-oss these begin "<|channel|>analysis", "<|end|><|start|>assistant" and
+        "<|channel|>final". channel: the first of these tokens, if special tokens enclose a thought
+        in place of think_tags; else \"\"."""
+        self.before_thought = self.after_thought = self.before_answer = self.channel = ""
         if self.problem([USER, ANSWER]):
-            return ["", "", ""]
-        beside_calls = self.hides_reasoning == {False}  # Gemma 4
-        thinking, answer = _made_up([THOUGHTS[beside_calls], ANSWER])
-        thought, after, *_ = [*WORD.split(self.written(thinking)), ""]
-        before, *_ = WORD.split(self.written(answer))
-        if beside_calls:  # a call follows the end of the thought
-            for token in self.texts.special_starts.findall(after)[:1]:
+            return
+        only_beside_calls = self.shows_thoughts_beside_calls and not self.shows_thoughts  # Gemma 4
+        thinking = CALL_AFTER_THOUGHT if only_beside_calls else THOUGHT
+        thinking, answer = _in_words([thinking, ANSWER])
+        self.before_answer = WORD.split(self.written(answer))[0]
+        self.before_thought, after, *_ = [*WORD.split(self.written(thinking)), ""]
+        special = self.texts.special_starts.findall
+        if only_beside_calls:  # a call follows the end of the thought
+            for token in special(after)[:1]:
                 after = after.partition(token)[0] + token
-        return [thought, after, before]
+        if special(self.before_thought) and special(after) and self.think_end not in after:
+            self.channel = special(self.before_thought)[0]
+            after = after.removesuffix(self.before_answer)
+        self.after_thought = after
 
     @functools.cached_property
     def frame_ids(self) -> set[int]:
         """The special tokens with which the template or the tokenizer frames what is said."""
-        written = [self._pieces(USER, *make(1), ANSWER, USER)[1:] for make in ROUNDS.values()]
-        ids = self.texts.special_ids("".join(chain(*written)))
         roles = self.tokenizer.special_tokens_map.values()  # EOS, padding
-        return {*self.stops, *ids, *self.tokenizer.convert_tokens_to_ids([*roles])}
+        ids = {*self.stops, *self.tokenizer.convert_tokens_to_ids([*roles])}
+        for make in ROUNDS.values():
+            chat = [USER, *make(1), ANSWER, USER]
+            if not self.problem(chat):
+                ids.update(self.texts.special_ids(self.text(chat)))
+        return ids
 
     # -- a given turn
 
@@ -500,11 +503,9 @@ class ChatTemplate:
             calls.append({"type": "function"} | call | {"id": call_id(number, i)})
         if calls:
             turn["tool_calls"] = calls
-        stop = self.call_end if calls else self.answer_end
         prompt = self.text([USER], add_generation_prompt=True)
-        written = self.written(turn)
         before = self.tokenizer.decode(prompt_ids[-PROMPT_TAIL:]) or prompt
-        written = self._with_thought(written, turn, before.rstrip())
+        written = self._with_thought(self.written(turn), turn, before.rstrip())
         # After the prompt, because some tokenizers put a space before words in other places.
         start = self.texts.ids(prompt)
         ids = self.texts.ids(prompt + written)
@@ -513,10 +514,10 @@ class ChatTemplate:
         else:
             ids = self.texts.ids(written, begins=False)
         shows_calls = all(call["function"]["name"] in written for call in calls)
-        says_stop = any(self._token(each) in str(turn) for each in self.stops)
-        if not ids or not shows_calls or says_stop or not self.stops.isdisjoint(ids):
+        has_stop = any(self.tokenizer.decode([each]) in written + str(turn) for each in self.stops)
+        if not ids or not shows_calls or has_stop:
             raise ValueError(f"the policy could not say this turn of a demonstration: {turn}")
-        return [*ids, stop]
+        return [*ids, self._end_of(turn)]
 
     def written(self, turn: dict, tools: list[dict] | None = None) -> str:
         """Returns an assistant's turn as the template writes it, without its prompt and its end."""
@@ -525,8 +526,7 @@ class ChatTemplate:
         header = _beyond(self.text([USER], tools), prompt)
         if header and written.lstrip().startswith(header.lstrip()):
             written = written.partition(header.lstrip())[2]  # Llama 4 has white space before it
-        stop = self.call_end if "tool_calls" in turn else self.answer_end
-        return written.partition(self._token(stop) or MARK)[0]
+        return written.partition(self.tokenizer.decode([self._end_of(turn)]))[0]
 
     def _with_thought(self, written, turn, before):
         """Returns a written turn with what the template left out of it. before: its prompt."""
@@ -547,7 +547,7 @@ class ChatTemplate:
 
     def problem(self, messages: list[dict], tools=None, history: Sequence[dict] = ()) -> str:
         """Returns why the template does not write made-up messages after a history, or ""."""
-        chat = _made_up(messages)
+        chat = _in_words(messages)
         try:
             text = self.text([*history, *chat], tools)
         except Exception as error:  # templates raise whatever they like
@@ -561,44 +561,32 @@ class ChatTemplate:
         """Returns whether the template accepts one of the ROUNDS, and a turn after it."""
         return not self.problem([USER, *ROUNDS[name](1), ANSWER, USER])
 
-    @functools.cached_property
-    def shows_calls(self) -> bool:
-        """Whether the template shows tool_calls. If not, calls stay in the text."""
-        return not self.problem([USER, CALLS])
-
-    @functools.cached_property
-    def hides_text_beside_calls(self) -> bool:
-        """Whether the template shows calls, but no text beside them."""
-        return self.shows_calls and bool(self.problem([USER, CALLS | {"content": "?"}]))
-
     def check(self, prompt: list[dict], tools: list[dict], has_user: bool) -> list[str]:
         """Checks a task's chats: a prompt, calls of tools, replies of a simulated user.
 
         Returns warnings. Raises BadInput if the template does not accept them."""
         self.check_prompt(prompt, tools)
-        warnings = self._warnings(prompt, tools, has_user)
-        return [f"the chat template {warning}" for warning in warnings]
-
-    def _warnings(self, prompt, tools, has_user):
+        warnings = []
         if tools:
             messages = ROUNDS[TOLD if self.shows_calls else IN_TEXT](1)
-            yield from self._warnings_about(TOLD, messages, prompt, tools)
-            if self.hides_text_beside_calls:
-                yield "hides a text beside a call: the rollout keeps it"
+            warnings += self._check_round(TOLD, messages, prompt, tools)
             if self.shows_calls and not self.accepts(TWO_CALLS):
-                yield "takes one call in a turn: give --agent_args '{\"max_parallel_calls\": 1}'"
+                warnings.append(
+                    "takes one call in a turn: give --agent_args '{\"max_parallel_calls\": 1}'"
+                )
             if self.text(prompt, tools) == self.text(prompt):
-                yield "ignores tools: the policy does not see any. Describe them in the prompt"
+                warnings.append("ignores tools: describe them in the prompt")
         if has_user:
-            yield from self._warnings_about(REPLY, ROUNDS[REPLY](1), prompt, tools)
+            warnings += self._check_round(REPLY, ROUNDS[REPLY](1), prompt, tools)
         is_fixed = "strftime_now" in getattr(self.tokenizer.apply_chat_template, "keywords", {})
         if not is_fixed and MARK in self.text(prompt, tools, strftime_now=lambda form: MARK):
-            yield (
+            warnings.append(
                 "writes today's date. So that runs can be repeated, fix it: "
                 """--chat_template_args '{"strftime_now": "26 Jul 2024"}'"""
             )
+        return [f"the chat template {warning}" for warning in warnings]
 
-    def _warnings_about(self, name, messages, prompt, tools):
+    def _check_round(self, name, messages, prompt, tools):
         """Yields warnings about a round. Raises BadInput if it can't follow the prompt."""
         problem = self.problem([*messages, ANSWER, USER], tools, prompt)
         if problem:
@@ -607,13 +595,12 @@ class ChatTemplate:
                 "model, or change the template (chat_template.jinja in the model's folder)"
             )
         start = [SYSTEM, USER] if prompt[0]["role"] == "system" else [USER]
-        chat = _made_up([*start, *messages])
-        n_before = len(start) + 1
-        stop = self.call_end if "tool_calls" in messages[0] else self.answer_end
-        added = self._outcome(chat[:n_before], chat[n_before:], stop, tools)
+        chat = _in_words([*start, *messages])
+        history, new = chat[: len(start) + 1], chat[len(start) + 1 :]
+        added = self._outcome(history, new, self._end_of(messages[0]), tools)
         if added is RewritesHistory:
             yield f"rewrites the history at {name}, which begins a new sequence"
-        for message in chat[:n_before]:
+        for message in history:
             if any(word in str(added) for word in WORD.findall(str(message))):
                 yield f"writes a message of role {message['role']!r} again at {name}"
 
@@ -625,8 +612,6 @@ class ChatTemplate:
             return
         said = [message | {"reasoning_content": None} for message in prompt]
         problem = self.problem(said, tools)
-        if not tools and self.no_tools is not None:
-            problem = problem or "it takes chats with tools only"
         for message in prompt:
             role = message["role"]
             if role not in ROLES and role not in str(self.tokenizer.chat_template):

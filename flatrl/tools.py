@@ -6,7 +6,6 @@ import inspect
 import json
 import logging
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from os.path import commonprefix
@@ -134,6 +133,19 @@ def shorten(text: str, limit: int, side: str, tokenizer) -> str:
     return f"{head}...{tail}"
 
 
+def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
+    """Sets content and tool_calls of an assistant's message, in place.
+
+    content, calls: as from `parse_tool_calls`. turn: the number of the assistant's turn, for
+    the ids of calls to which the policy gave none."""
+    message["content"] = content
+    message["tool_calls"] = []
+    for number, tool_call in enumerate(calls):
+        tool_call["id"] = tool_call.get("id") or call_id(turn, number)
+        made = function_call(tool_call["id"], tool_call["name"], tool_call["arguments"])
+        message["tool_calls"].append(made)
+
+
 # ---------------------------------------------------------------- probe calls
 
 
@@ -146,21 +158,22 @@ def _schema(name, **types):
 
 
 NAME = "probe_look"
+PROBE_IDS = ("000001000", r"functions\.probe_look:0")
 SCHEMAS = [
     _schema(NAME, q="string", n="integer", on="boolean", x="number", o="object"),
     _schema("probe_now"),
 ]
 CALL = (NAME, {"q": "Zq1"})
+ALL_TYPES = {"q": 'ü\n"1" Zq1', "on": True, "x": 0.5, "o": {"a": [1, None]}}
 ALONE = "a call"
 EMPTY = "a call without arguments"
 BESIDE = "a text beside a call"
-TYPES = "arguments of all types"
 TWO = "two calls in a turn"
 # A turn of the assistant: the text before its calls, and the calls.
 PROBES = {
     ALONE: ("", [CALL]),
     "a number": ("", [(NAME, {"n": 3})]),
-    TYPES: ("", [(NAME, {"q": 'ü\n"1" Zq1', "on": True, "x": 0.5, "o": {"a": [1, None]}})]),
+    "arguments of all types": ("", [(NAME, ALL_TYPES)]),
     EMPTY: ("", [("probe_now", {})]),
     TWO: ("", [CALL, (NAME, {"q": "Zq2", "n": 2})]),
     BESIDE: ("Beside.", [CALL]),
@@ -172,7 +185,6 @@ LAST = ["hunyuan_a13b", "llama3_json", "llama4_json"]
 TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]{3,}\]")
 # A call without "arguments", such as {"name": "now"}, which most parsers reject.
 WITHOUT_ARGUMENTS = re.compile(r'(\{\s*"name"\s*:\s*"[^"\\]*"\s*)\}')
-MALFORMED = "the tool call is not complete and well-formed"
 
 
 class CallFormat:
@@ -180,11 +192,10 @@ class CallFormat:
 
     tokenizer: with the variables of the template. name: a parser of `vllm serve
     --tool-call-parser`, "template" (`TemplateParser`), or "auto": the first of all parsers that
-    reads most probes. If the template writes no calls, "auto" means hermes, with a warning.
-    Afterwards `name` is that of the parser, and `lost` lists the probes that it does not read.
+    reads most probes; hermes if the template writes no calls. Afterwards `name` is that of the
+    parser, and `lost` lists the probes that it does not read.
 
-    Raises BadInput if there is no such parser, if it does not fit the tokenizer, and if "auto"
-    finds none that reads the template's calls."""
+    Raises BadInput if the parser does not fit the tokenizer, and if "auto" finds none."""
 
     def __init__(self, tokenizer, name: str = "auto"):
         # Each parser asks for the vocabulary, which takes 0.1 s.
@@ -195,86 +206,22 @@ class CallFormat:
         forms = [*self._forms()]
         if name == "auto" and not forms:
             name = "hermes"
-            warnings.warn(
-                "the chat template writes no tool calls, so the prompt has to describe them, in "
-                "the format of --tool_parser hermes",
-                stacklevel=2,
-            )
-        self.name = name
-        self.parser = None
-        self.turns = {}  # name of a probe -> the turn as the template writes it
-        self.id_start = None  # what precedes the id of a call, if the template writes ids
-        read = self._choose(forms or [({}, None)])
+        self.name, self.parser, self.turns, read = self._choose(name, forms or [{}])
         self.lost = [probe for probe in self.turns if probe not in read]
-        # A call that the parser does not read is malformed if it has the opening of a call. One
-        # that it does read is, if it lacks the closing tag, and the parser would complete it.
+        # What begins a call and, if the parser would complete one that was cut, what must end it.
+        self.closing = None
         if read:
-            self.opening = self.opening_of(self.turns)
+            self.opening = _opening(self.turns)
+            self.closing = self._closing()
         else:
             tag = getattr(self.parser, "tool_call_start_token", None)
-            self.opening = lambda names: re.compile(re.escape(tag) if tag else "(?!)")
-        self.closing = None
-        # Some templates write the text beside a call behind it.
-        ends = [turn[::-1] for probe, turn in self.turns.items() if probe != BESIDE]
-        tags = TAG.findall(commonprefix(ends)[::-1])
-        if tags and any(self._completes(probe) for probe in (ALONE, TYPES) if probe in read):
-            self.closing = tags[-1]
+            self.opening = re.escape(tag) if tag else "(?!)"
+        # What the ids of calls look like, if the template writes any.
+        before, *has_id = re.split("|".join(PROBE_IDS), self.turns.get(ALONE, ""))
+        self.id = re.compile(re.escape(before[-8:]) + r"([\w.:-]+)" if has_id else "(?!)")
 
-    def _choose(self, forms):
-        """Sets parser and name, turns and id_start. Returns the probes that the parser reads."""
-        from vllm.tool_parsers import ToolParserManager  # takes seconds; --help need not wait
-
-        registered = ToolParserManager.list_registered()
-        asked = self.name
-        names = [asked]
-        if asked == "auto":
-            others = [name for name in registered if name not in FIRST + LAST]
-            names = [*FIRST, *others, *LAST, "template"]
-        problem = "none reads what the chat template writes"
-        read = []
-        for turns, id_start in forms:
-            for name in names:
-                try:
-                    parser = self._parser(name, turns)
-                except Exception as error:  # most refuse a tokenizer without their tokens
-                    problem = error if name == asked else problem
-                    continue
-                found = [probe for probe in turns if _reads(parser, turns[probe], probe)]
-                is_better = len(found) > len(read) and found != [EMPTY]
-                if is_better or (name == asked and not self.parser):
-                    read = found
-                    self.name = name
-                    self.parser = parser
-                    self.turns = turns
-                    self.id_start = id_start
-                if len(read) == len(turns):
-                    break
-            if ALONE in read:
-                break
-        if not self.parser:
-            known = ", ".join(["auto", "template", *registered])
-            raise BadInput(
-                f"--tool_parser {asked} can't read this model's calls ({problem!r:.200}): choose "
-                f"from {known}"
-            )
-        return read
-
-    def _parser(self, name, turns):
-        """Returns the parser of this name. Raises whatever it raises if it does not fit."""
-        if name == "template":
-            return TemplateParser(turns, self.opening_of(turns))
-        from vllm.tool_parsers import ToolParserManager
-
-        parser = ToolParserManager.get_tool_parser(name)(self.tokenizer)
-        # The model reads what is wrong with a call. vLLM resets levels when its engine starts.
-        for module in [*logging.root.manager.loggerDict]:
-            if module.startswith(("vllm.tool_parsers", "vllm.parser")):
-                logging.getLogger(module).disabled = True
-        parser.extract_tool_calls("", _request("[]"))  # some need vLLM's own server
-        return parser
-
-    def _forms(self) -> Iterator[tuple]:
-        """Yields the probes as the template writes them, and what precedes the id of a call.
+    def _forms(self) -> Iterator[dict[str, str]]:
+        """Yields the probes as the template writes them, for each form of calls that it takes.
 
         Some templates want arguments as JSON texts. Kimi's writes an id in place of a name."""
         nine_digits = "00000100{number}"
@@ -289,53 +236,78 @@ class CallFormat:
                 with suppress(Exception):  # templates raise whatever they like
                     turns[probe] = self._turn(content, made)
             if ALONE in turns:
-                before, found, _ = turns[ALONE].partition(id_form.format(name=NAME, number=0))
-                yield turns, before[-8:] if found else None
+                yield turns
 
     def _turn(self, content, calls):
         """Returns a turn with calls as the model samples it. Raises ValueError if one is hidden."""
         turn = {"role": "assistant", "content": content, "tool_calls": calls}
         _, written = self.template.read(self.template.written(turn, SCHEMAS), opened=False)
-        said = [call["function"]["name"] for call in calls] + re.findall(r"Zq\d", str(calls))
-        if not all(word in written for word in said):
+        if not all(word in written for word in re.findall(r"probe_\w+|Zq\d", str(calls))):
             raise ValueError("the template hides a call")
         return written.lstrip()
 
-    def _completes(self, probe):
-        """Returns whether the parser reads a call that was cut, with other arguments."""
-        turn = self.turns[probe]
-        _, (called,) = read_calls(self.parser, turn, SCHEMAS)
+    def _choose(self, asked, forms):
+        """Returns the name, the parser, the probes, and those that the parser reads: the most."""
+        from vllm.tool_parsers import ToolParserManager  # takes seconds; --help need not wait
+
+        known = ToolParserManager.list_registered()
+        names = [asked]
+        if asked == "auto":
+            others = [name for name in known if name not in FIRST + LAST]
+            names = [*FIRST, *others, *LAST, "template"]
+        best = None
+        for turns in forms:
+            for name, parser in self._parsers(names, turns):
+                read = [probe for probe in turns if _reads(parser, turns[probe], probe)]
+                if ALONE not in read:
+                    read = []
+                if not best or len(read) > len(best[-1]):
+                    best = name, parser, turns, read
+                if len(read) == len(turns):
+                    break
+            if best and best[-1]:
+                return best
+        if not best or asked == "auto":
+            raise BadInput(
+                f"--tool_parser {asked} does not fit the model's tokenizer and chat template: "
+                f"choose from {', '.join(['auto', 'template', *known])}"
+            )
+        return best
+
+    def _parsers(self, names, turns):
+        """Yields (name, parser) for each parser that fits the tokenizer and the probes."""
+        from vllm.tool_parsers import ToolParserManager
+
+        for name in names:
+            with suppress(Exception):  # most refuse a tokenizer without their tokens
+                if name == "template":
+                    yield name, TemplateParser(turns)
+                    continue
+                parser = ToolParserManager.get_tool_parser(name)(self.tokenizer)
+                # The model reads what is wrong. vLLM resets levels when its engine starts.
+                for module in [*logging.root.manager.loggerDict]:
+                    if module.startswith(("vllm.tool_parsers", "vllm.parser")):
+                        logging.getLogger(module).disabled = True
+                yield name, parser
+
+    def _closing(self):
+        """Returns the tag that ends every call, if the parser reads one that was cut; else None."""
+        # Some templates write the text beside a call behind it.
+        ends = [turn[::-1] for probe, turn in self.turns.items() if probe != BESIDE]
+        tags = TAG.findall(commonprefix(ends)[::-1])
+        turn = self.turns[ALONE]
         for end in range(turn.index(NAME), len(turn)):
             _, calls = read_calls(self.parser, turn[:end], SCHEMAS)
-            if calls and calls[0]["arguments"] != called["arguments"]:
-                return True
-        return False
-
-    def opening_of(self, turns: dict[str, str]) -> Callable:
-        """Returns a function: the tools' names -> a regular expression for the start of a call.
-
-        That is the first tag that only calls have or, in a format without tags, what stands before
-        and after a tool's name."""
-        texts = [text.partition("probe_")[0] for probe, text in turns.items() if probe != BESIDE]
-        opening = commonprefix(texts)
-        others = {self.template.think_start, self.template.think_end}
-        others |= {self.tokenizer.decode([stop]) for stop in self.template.stops}
-        tags = [tag for tag in TAG.findall(opening) if tag not in others]
-        if tags:
-            return lambda names: re.compile(re.escape(tags[0]))
-        after = turns[ALONE].partition(NAME)[2].lstrip()[:1]
-
-        def pattern(names):
-            any_name = "|".join(map(re.escape, names)) or "(?!)"
-            return re.compile(rf"{_loose(opening)}\s*(?:{any_name})\s*{re.escape(after)}")
-
-        return pattern
+            if tags and calls and calls[0]["arguments"] != CALL[1]:
+                return tags[-1]
+        return None
 
     def parse(self, text: str, schemas: list[dict]) -> tuple[str, list[dict]]:
         """Returns (the text outside of calls, the calls): see `parse_tool_calls`."""
         names = [schema.get("function", {}).get("name", "") for schema in schemas]
-        starts = [match.start() for match in self.opening(names).finditer(text)]
-        malformed = {"name": "", "arguments": {}, "error": MALFORMED}
+        starts = _starts(self.opening, names, text)
+        problem = "the tool call is not complete and well-formed"
+        malformed = {"name": "", "arguments": {}, "error": problem}
         if starts and self.closing and self.closing not in text[starts[-1] :]:
             content, calls = self.parse(text[: starts[-1]], schemas)  # before the one that was cut
             return content, [*calls, malformed]
@@ -347,9 +319,7 @@ class CallFormat:
             return text, [malformed]
         if self.template.channel:  # it begins the message with the call (gpt-oss)
             content = content.partition(self.template.channel)[0]
-        ids = []
-        if self.id_start:
-            ids = re.findall(re.escape(self.id_start) + r"([\w.:-]+)", text)
+        ids = self.id.findall(text)
         if len(ids) == len(calls):
             for call, given in zip(calls, ids):
                 call["id"] = given
@@ -357,21 +327,44 @@ class CallFormat:
 
     def check(self, schemas: list[dict]) -> Iterator[str]:
         """Tries the names of tools. Yields warnings. Raises BadInput if calls are not read."""
-        problem = ""
-        if self.turns and len(self.lost) == len(self.turns):
-            problem = f"the calls that the chat template writes: {self.turns[ALONE]!r:.200}"
-        elif self.lost:
+        if not self.turns:
+            yield (
+                "the chat template writes no tool calls: describe them in the prompt, in the "
+                f"format of --tool_parser {self.name}"
+            )
+        if self.lost:
             yield f"--tool_parser {self.name} does not read {', '.join(self.lost)}"
-        tried = schemas if ALONE in {*self.turns} - {*self.lost} else []
-        for schema in tried:
+        for schema in schemas if self.turns else ():
             name = schema["function"]["name"]
             renamed = SCHEMAS[0]["function"] | {"name": name}
             turn = self.turns[ALONE].replace(NAME, name)
             _, calls = read_calls(self.parser, turn, [{"type": "function", "function": renamed}])
             if not calls or (calls[0]["name"], calls[0]["arguments"]) != (name, CALL[1]):
-                problem = f"calls of the tool {name!r}: rename it"
-        if problem:
-            raise BadInput(f"--tool_parser {self.name} does not read {problem}")
+                raise BadInput(
+                    f"--tool_parser {self.name} does not read a call of the tool {name!r}, which "
+                    f"the chat template writes as {turn!r:.200}: rename it, or name another parser"
+                )
+
+
+def _opening(turns):
+    """Returns a pattern for the start of a call, in which NAMES stands for any tool's name.
+
+    That is the first tag of all calls or, in a format without tags, what stands before and after
+    a tool's name. turns: the probes."""
+    texts = [text.partition("probe_")[0] for probe, text in turns.items() if probe != BESIDE]
+    opening = commonprefix(texts)
+    tags = TAG.findall(opening)
+    if tags:
+        return re.escape(tags[0])
+    after = turns[ALONE].partition(NAME)[2].lstrip()[:1]
+    return rf"{_loose(opening)}\s*NAMES\s*{re.escape(after)}"
+
+
+def _starts(opening, names, text):
+    """Returns the places in a text where calls start. opening: as from `_opening`."""
+    any_name = "|".join(map(re.escape, names)) or "(?!)"
+    pattern = opening.replace("NAMES", f"(?:{any_name})")
+    return [match.start() for match in re.finditer(pattern, text)]
 
 
 def _loose(text):
@@ -394,13 +387,12 @@ class TemplateParser:
 
     A call is what precedes a name in the probes, the name, anything, and the arguments.
 
-    turns: the probes. opening: as from `CallFormat.opening_of`. Raises ValueError if arguments are
-    not JSON."""
+    turns: the probes. Raises ValueError if arguments are not JSON."""
 
-    def __init__(self, turns: dict[str, str], opening: Callable):
+    def __init__(self, turns: dict[str, str]):
         if '{"q": "Zq1"}' not in turns[ALONE]:
             raise ValueError("the arguments are not JSON")
-        self.opening = opening
+        self.opening = _opening(turns)
         # The second call of a list starts otherwise, and ids differ.
         heads = [turns[probe].rpartition(NAME)[0][::-1] for probe in (ALONE, TWO) if probe in turns]
         head = commonprefix(heads)[::-1].lstrip('", ')
@@ -408,29 +400,24 @@ class TemplateParser:
 
     def extract_tool_calls(self, text: str, request):
         """Returns what vLLM's parsers return. Raises ValueError for a malformed call."""
-        opening = self.opening([tool.function.name for tool in request.tools or ()])
-        first = opening.search(text)
-        if not first:
+        names = [tool.function.name for tool in request.tools or ()]
+        starts = _starts(self.opening, names, text)
+        if not starts:
             return SimpleNamespace(tools_called=False, tool_calls=[], content=text)
         calls = []
-        place = first.start()
+        place = starts[0]
         while found := self.call.search(text, place):
             arguments, place = json.JSONDecoder(strict=False).raw_decode(text, found.end())
             function = SimpleNamespace(name=found[1], arguments=json.dumps(arguments))
             calls.append(SimpleNamespace(function=function))
-        if not calls or opening.search(text, place):
+        if not calls or starts[-1] >= place:
             raise ValueError("a tool call lacks its name or its arguments")
-        content = text[: first.start()]
-        return SimpleNamespace(tools_called=True, tool_calls=calls, content=content)
+        return SimpleNamespace(tools_called=True, tool_calls=calls, content=text[: starts[0]])
 
 
 # ---------------------------------------------------------------- reading calls
 
-
-@functools.cache
-def call_format(tokenizer, name: str) -> CallFormat:
-    """Returns the tokenizer's CallFormat, which is made once."""
-    return CallFormat(tokenizer, name)
+call_format = functools.cache(CallFormat)
 
 
 def parse_tool_calls(
@@ -446,8 +433,13 @@ def parse_tool_calls(
 
 def read_calls(parser, text: str, schemas: list[dict]) -> tuple[str, list[dict] | None]:
     """Returns what a parser reads: as `parse_tool_calls`, but None for calls if it raises."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    # Some parsers read the tools' schemas from a request.
+    asked = [{"role": "user", "content": ""}]
+    request = ChatCompletionRequest(messages=asked, tools=schemas or None)
     try:
-        parsed = parser.extract_tool_calls(text, _request(json.dumps(schemas)))
+        parsed = parser.extract_tool_calls(text, request)
     except Exception:  # some texts of a model make some parsers raise
         return text, None
     if not parsed.tools_called:
@@ -466,27 +458,3 @@ def read_calls(parser, text: str, schemas: list[dict]) -> tuple[str, list[dict] 
             call["error"] = f"wrong arguments: {problem}"
         calls.append(call)
     return parsed.content or "", calls
-
-
-@functools.cache
-def _request(schemas):
-    """Returns a chat request (cached), because some parsers read the tools' schemas from it."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    return ChatCompletionRequest(
-        messages=[{"role": "user", "content": ""}],
-        tools=json.loads(schemas) or None,
-    )
-
-
-def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
-    """Sets content and tool_calls of an assistant's message, in place.
-
-    content, calls: as from `parse_tool_calls`. turn: the number of the assistant's turn, for
-    the ids of calls to which the policy gave none."""
-    message["content"] = content
-    message["tool_calls"] = []
-    for number, tool_call in enumerate(calls):
-        tool_call["id"] = tool_call.get("id") or call_id(turn, number)
-        made = function_call(tool_call["id"], tool_call["name"], tool_call["arguments"])
-        message["tool_calls"].append(made)

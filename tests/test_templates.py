@@ -82,7 +82,7 @@ def random_chat(template, seed, n_rounds=8):
     messages = [templates.USER]
     for number in range(1, n_rounds + 1):
         messages += numbers.choice(makes)(number)
-    chat = templates._made_up(messages)
+    chat = templates._in_words(messages)
     return json.loads(json.dumps(chat).replace(templates.MARK, "Word"))
 
 
@@ -399,7 +399,6 @@ WARNED = {
     "a system prompt again": (SYSTEM_AGAIN, "writes a message of role 'system' again"),
     "the time beside tools": ("m.content + (strftime_now('%H') if tools else '')", "today's date"),
     "tools that are ignored": ("m.content + m.tool_calls | string", "ignores tools"),
-    "text beside calls": (KINDS["hides text"], "hides a text beside a call"),
     "thoughts": ("m.content.split('</think>')[-1] + m.tool_calls | string", ""),
 }
 
