@@ -75,7 +75,7 @@ step replay_recomputed 80 "$large" "${replay[@]}" --tokens_per_micro_batch 16384
 step replay_8192 80 "$large" "${replay[@]}" --tokens_per_micro_batch 8192
 update=(bench/update.py --model "$small" --case 32 64 "$tokens" --rows 256 --only flatrl)
 recorded update 75 "${update[@]}"
-recorded update_compiled 75 "${update[@]}" --compile
+recorded update_compiled 110 "${update[@]}" --compile
 trl=(bench/trl.py --model "$small" --prompts 24 --tokens "$tokens" --rounds 4 --warm_up 1)
 trl+=(--no_correction --bf16 --trl)
 case $plan in
