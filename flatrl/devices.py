@@ -183,7 +183,7 @@ def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[s
 
     The rank with the least memory decides. Unless --gradient_checkpointing is given, it is turned
     on where micro-batches would otherwise be too small to keep a GPU busy. learners: by name.
-    Raises BadInput on all ranks if the longest rollout does not fit."""
+    Raises BadInput on all ranks if one is out of memory."""
     if device.type != "cuda" or args.tokens_per_micro_batch:
         return
     models = [learner.net.model for learner in learners.values()]
@@ -197,14 +197,10 @@ def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[s
         for model in models:
             recompute_activations(model)
         tokens = _tokens_that_fit(learners, args)
-    need(
-        tokens >= args.window,
-        f"a GPU has memory to learn from {tokens} tokens, and a rollout may have {args.window}: "
-        "lower --max_response_tokens, or give --gradient_checkpointing, --lora_rank or more GPUs",
-    )
     args.fill({"gradient_checkpointing": False})
     most = enough if args.gradient_checkpointing else most
-    args.tokens_per_micro_batch = min(tokens, most)
+    # The longest rollout must be tried, whatever is predicted.
+    args.tokens_per_micro_batch = max(args.window, min(tokens, most))
     flags = ("tokens_per_micro_batch", "gradient_checkpointing")
     say("by memory: " + " ".join(f"--{name} {getattr(args, name)}" for name in flags))
 
