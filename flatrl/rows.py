@@ -11,6 +11,7 @@ from dataclasses import asdict, is_dataclass
 from unicodedata import normalize
 
 from agent_loop import (
+    LoopArgs,
     ToolAgentLoop,
     agent_loop_class,
     chat_template,
@@ -107,7 +108,7 @@ def tool_schemas(row: dict, task) -> list[dict]:
     return [tool.schema for tool in task_tools(task, row_kwargs(row, "tools_kwargs")).values()]
 
 
-def check_tokenizer(tokenizer, templates, row: dict, task, args):
+def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     """Raises BadInput if a conversation that begins with a row does not reach the model unchanged.
 
     The chat template is tried with the task's tools and users (`ChatTemplate.check`). The
@@ -115,6 +116,7 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args):
     which some tokenizers normalise.
 
     templates: the tokenizer with the variables of --chat_template_args. args: LoopArgs."""
+    args = args or LoopArgs()
     template = chat_template(templates, think_tags=args.think_tags)
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
