@@ -19,6 +19,7 @@ update, while their tools keep running, and vLLM finishes their tokens with the 
 import asyncio
 import copy
 import functools
+import gc
 import itertools
 import json
 import math
@@ -129,6 +130,7 @@ class Engine:
         vllm_engine.prepare_vllm(device, args.tp)
         from vllm import LLM
 
+        gc.freeze()  # the modules: vLLM looks for garbage seven times as it starts and ends
         self.args = args
         self.stop_token_ids = sorted(set(stop_token_ids))
         # It may fail, for example, for an unsupported block_size or too little memory.
