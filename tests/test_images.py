@@ -237,11 +237,6 @@ class Seeing(Script):
         return out
 
 
-def row_with(*images) -> dict:
-    content = [{"type": "image"} for _ in images] + [{"type": "text", "text": "Look."}]
-    return {"prompt": user(content), "images": list(images)}
-
-
 def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(processor):
     first = picture(1, 84, 56)
     second = picture(2, 56, 56)
@@ -256,7 +251,8 @@ def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(process
 
     engine = Seeing(processor.tokenizer, ["red"], processor=processor)
     agent = Agent(engine, processor.tokenizer, processor, None, LENGTHS)
-    (output,) = asyncio.run(agent.run({}, **row_with(first)))
+    content = [{"type": "image"}, {"type": "text", "text": "Look."}]
+    (output,) = asyncio.run(agent.run({}, prompt=user(content), images=[first]))
     both = [first.tobytes(), second.tobytes()]
     assert [image.tobytes() for image in output.images] == both == engine.images[0]
 
@@ -298,19 +294,6 @@ def test_images_in_each_form_that_data_sets_have(args, processor, tmp_path):
 def test_pixels_that_are_not_rgb(image, seen):
     """Transparent ones show white, as in vLLM; of 16 bits the upper eight stay."""
     assert load_image(image).getpixel((0, 0)) == seen
-
-
-IMAGE = picture(1, 56, 56)
-
-
-@pytest.mark.parametrize("content, images", [
-    ("<image>", [b"abc"]),
-    ("<image><image>", [IMAGE] * 2),  # more than max_images
-    (f"<image>{PLACE}", [IMAGE]),
-])  # fmt: skip
-def test_bad_images_are_found_early(args, processor, content, images):
-    with pytest.raises(BadInput, match="row 0"):
-        check_one({"prompt": user(content), "images": images}, args, processor, max_images=1)
 
 
 def test_a_run_with_images(train_here, vision_engine, args, tmp_path):
