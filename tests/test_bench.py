@@ -11,13 +11,14 @@ import sys
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import REPO, SMALL_CACHE
+from conftest import HANGS, KEPT, REPO, SMALL_CACHE
 from fixed_batch import batch_of
 
 import data
 import train
 
 sys.path.append(str(REPO / "bench"))
+import common
 import fits
 import gpu
 import update
@@ -26,39 +27,61 @@ ENGINE = ["--engine_args", SMALL_CACHE]
 SHORT = "--prompts 2 --group_size 2 --rounds 1 --tokens 4".split()
 RATIO = r"# \(# - #\)"
 # A bench with its flags, and a line of its table, in which # stands for a finite number.
-TABLES = [
+HERE = [
     (
         ["gpu", *"--size tiny --cycles 2".split()],
         r"agree \| logprobs, float32 \| mean #, max # (?s:.*) \| sleep \| 2 cycles \| # GiB freed",
-    ),
-    (
-        ["models", "qwen3_moe"],
-        r"\| qwen3_moe \| agrees \| # \| # \|",
     ),
     (
         ["rollout", *SHORT, *"--turns 2 --spread tail".split()],
         f"^ratio {RATIO}, the engine is idle for #% of a rollout",
     ),
     (
-        ["trl", *SHORT, *"--warm_up 1 --prompt_tokens 60 --trl".split(), *ENGINE],
-        "^flatrl +# +# +# +# +#",
-    ),
-    (
         ["update", *"--rounds 1 --case 4 24 64".split()],
         "^ +bare +score # s, # +update # s, #$",
     ),
 ]
+APART = [  # experts need vLLM's first engine in a process, the sides of trl.py processes
+    (
+        ["models", "qwen3_moe"],
+        r"\| qwen3_moe \| agrees \| # \| # \|",
+    ),
+    (
+        ["trl", *SHORT, *"--warm_up 1 --prompt_tokens 60 --trl".split(), *ENGINE],
+        "^flatrl +# +# +# +# +#",
+    ),
+]
 
 
-@pytest.mark.parametrize("words, pattern", TABLES, ids=[words[0] for words, _ in TABLES])
-def test_bench(words, pattern):
+def assert_printed(pattern: str, printed: str):
+    expression = pattern.replace("#", r"-?[\d.,]+(?:e[+-]?\d+)?")
+    assert re.search(expression, printed, re.MULTILINE), printed
+
+
+@pytest.mark.parametrize("words, pattern", HERE, ids=[words[0] for words, _ in HERE])
+def test_bench(words, pattern, process_group, monkeypatch, capsys):
+    """In this process, whose engines are kept. To import vLLM takes longer than a bench."""
+    make = common.engine_and_policy
+
+    def make_and_keep(args):
+        KEPT.append(make(args))
+        return KEPT[-1]
+
+    monkeypatch.setattr(common, "engine_and_policy", make_and_keep)
+    monkeypatch.setattr(data, "in_prefix_order", data.in_prefix_order)  # update.py changes it
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(str(REPO / f"bench/{words[0]}.py"), run_name="__main__")
+    assert_printed(pattern, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("words, pattern", APART, ids=[words[0] for words, _ in APART])
+def test_bench_in_a_process(words, pattern):
     name, *flags = words
     command = [sys.executable, REPO / f"bench/{name}.py", *flags]
     env = os.environ | {"ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
-    expression = pattern.replace("#", r"-?[\d.,]+(?:e[+-]?\d+)?")
-    assert re.search(expression, done.stdout, re.MULTILINE), done.stdout
+    assert_printed(pattern, done.stdout)
 
 
 # ---------------------------------------------------------------- bench/gpu.sh
