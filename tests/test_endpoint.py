@@ -1,6 +1,6 @@
-"""Agents over HTTP, flatrl/chat/: the clients of OpenAI and Anthropic, and frameworks, unpatched.
+"""Agents over HTTP, flatrl/chat/: the clients of OpenAI and Anthropic, unpatched.
 
-The engine says its lines (see test_chat.py). A framework that is not installed is skipped."""
+The engine says its lines (see test_chat.py)."""
 
 import dataclasses
 import functools
@@ -20,6 +20,7 @@ from test_chat import (
     assert_exact,
     assert_output,
     player,
+    run,
     solve,
 )
 
@@ -35,14 +36,12 @@ WITH_SYSTEM = FIRST_WITH_TOOLS.replace("Tools:", "Be brief.\nTools:")
 @pytest.fixture
 def endpoint(monkeypatch):
     """A fresh endpoint, closed in the end. A proxy that is not there stands in the environment."""
-    for name, value in ("HTTP_PROXY", "http://127.0.0.1:9"), ("no_proxy", ""), ("NO_PROXY", ""):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     endpoint = chat_endpoint.ChatEndpoint()
     monkeypatch.setattr(chat_endpoint, "ENDPOINT", endpoint)
     yield endpoint
     if endpoint.started is not None:
-        # Its task sees this in a moment.
-        endpoint.server.should_exit = endpoint.server.force_exit = True
+        run(endpoint.runner.cleanup())
 
 
 @pytest.fixture
@@ -112,8 +111,8 @@ def test_only_the_key_lets_in_and_a_posted_reward_is_used(play, endpoint):
         for body in ({"reward": 0.5}, {"reward": 0.75}, {"reward": "high"}, {}):
             answer = await post(client, "reward", body)
             assert answer.status_code == (200 if isinstance(body.get("reward"), float) else 400)
-        ((bound,),) = [server.sockets for server in endpoint.server.servers]
-        assert bound.getsockname()[0] == "127.0.0.1"
+        ((bound, _),) = endpoint.runner.addresses
+        assert bound == "127.0.0.1"
         return rewards.pop()
 
     rewards = [None, 0.0]
@@ -121,17 +120,6 @@ def test_only_the_key_lets_in_and_a_posted_reward_is_used(play, endpoint):
         (output,), engine = play(agent, "2")
         assert_output(output, engine, (1, "2" + END))
         assert output.reward == expected
-
-
-def test_a_plain_agent_runs_in_a_thread(endpoint, tokenizer):
-    def agent(base_url, api_key, row):
-        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            client.chat.completions.create(model="policy", messages=row["prompt"])
-        return 0.5
-
-    (output,), engine = player(tokenizer, EndpointLoop, "agent")(agent, "2")
-    assert_output(output, engine, (1, "2" + END))
-    assert output.reward == 0.5
 
 
 def test_a_reply_that_nobody_read_is_not_trained(play):
@@ -147,19 +135,21 @@ def test_a_reply_that_nobody_read_is_not_trained(play):
 # ---------------------------------------------------------------- chat completions
 
 
-def test_a_streamed_reply_ends_with_its_reason_and_usage(play, tokenizer):
-    async def agent(client, prompt):
+def test_a_plain_agent_in_a_thread_reads_a_stream(endpoint, tokenizer):
+    def agent(base_url, api_key, row):
         how = dict(stream=True, stream_options={"include_usage": True}, tools=[CALCULATOR])
-        chunks = await client.chat.completions.create(model="x", messages=prompt, **how)
-        said, reason, usage = [chunk async for chunk in chunks]
-        delta = said.choices[0].delta
-        assert delta.content.strip() == "Hm."
-        assert [call.index for call in delta.tool_calls] == [0, 1]
-        assert reason.choices[0].finish_reason == "tool_calls"
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            create = client.chat.completions.create
+            said, usage = create(model="policy", messages=row["prompt"], **how)
+        (choice,) = said.choices
+        assert (choice.delta.content.strip(), choice.finish_reason) == ("Hm.", "tool_calls")
+        assert [call.index for call in choice.delta.tool_calls] == [0, 1]
         assert usage.usage.completion_tokens == len(encode(tokenizer, "Hm." + PARALLEL + END))
+        return 0.5
 
-    (output,), engine = play(agent, "Hm." + PARALLEL)
+    (output,), engine = player(tokenizer, EndpointLoop, "agent")(agent, "Hm." + PARALLEL)
     assert_output(output, engine, (1, "Hm." + PARALLEL + END))
+    assert output.reward == 0.5
 
 
 TOO_LARGE = b" " * (chat_endpoint.MAX_BODY + 1)
@@ -171,6 +161,7 @@ REFUSED = {
         TOO_LARGE,
         {"messages": [{"role": "user", "content": 5}]},
         {"messages": PROMPT, "n": 2},
+        {"messages": PROMPT, "response_format": {"type": "json_object"}},
     ],
     "responses": [{"input": "Hi", "previous_response_id": "resp_1"}],
     "messages": [{"messages": [*PROMPT, {"role": "assistant", "content": "The"}]}],  # a prefix
@@ -272,15 +263,16 @@ def test_the_clients_own_agent_is_one_output(play_anthropic, tokenizer, stream):
     assert output.metrics == {"turns": 2, "tool_calls": 2, "tool_calls/calculator": 2}
 
 
-def test_a_prompt_that_is_too_long_is_the_error_that_agents_compact_at(play_anthropic):
+def test_a_prompt_that_is_too_long_is_the_error_that_agents_compact_at(endpoint, play_anthropic):
+    """It is not even tokenised."""
+
     async def agent(client, prompt):
+        ((chat, _),) = endpoint.clients.values()
+        chat.loop.start = None
         key = {"x-api-key": client.api_key}
-        for long in ([user("x" * 5000)], [user("x")] * 1001):
+        for long in ([user("x" * 70_000)], [user("x")] * 1001):
             answer = await post(client, "v1/messages", {"messages": long, "max_tokens": 9}, key)
             assert answer.status_code == 400
             assert answer.json()["error"]["message"].startswith("prompt is too long")
 
     assert play_anthropic(agent, max_model_len=1000)[0] == []
-
-
-# ---------------------------------------------------------------- frameworks

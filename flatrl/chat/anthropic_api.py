@@ -36,10 +36,8 @@ def chat_of(body: dict) -> dict:
     chat["stop"] = body.get("stop_sequences")
 
     choice = body.get("tool_choice") or {"type": None}
+    chat["tool_choice"] = choice["type"]
     chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    chat["tool_choice"] = {"any": "required"}.get(choice["type"], choice["type"])
-    if choice["type"] == "tool":
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
 
     for name, value in (body.get("output_config") or {}).items():
         chat[f"output_config.{name}"] = value
@@ -48,8 +46,7 @@ def chat_of(body: dict) -> dict:
 
 def _messages(body):
     """Returns the system prompt and the messages of a request as chat messages."""
-    texts = [part["text"] for part in _content(body.get("system"))]
-    texts = [re.sub(CHANGING_LINE, "", text) for text in texts]
+    texts = [re.sub(CHANGING_LINE, "", block["text"]) for block in _blocks(body.get("system"))]
     system = "".join(texts)
     messages = [{"role": "system", "content": system}] if system else []
     for message in body["messages"]:
@@ -61,24 +58,22 @@ def _messages(body):
 
 def _chat_messages(message):
     """Returns a message as chat messages: a tool's for each of its tool results, and the rest."""
-    chat = {"role": message["role"]}
     results = []
-    rest = []
+    content = []
+    chat = {"role": message["role"], "content": content}
     for block in _blocks(message["content"]):
         if block["type"] == "tool_result":
-            content = _content(block.get("content"))
-            told = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
-            results.append(told)
+            told = [_part(part) for part in _blocks(block.get("content"))]
+            id = block["tool_use_id"]
+            results.append({"role": "tool", "tool_call_id": id, "content": told})
         elif block["type"] == "tool_use":
             made = function_call(block["id"], block["name"], block["input"])
             chat.setdefault("tool_calls", []).append(made)
         elif block["type"] == "thinking":
             chat["reasoning_content"] = chat.get("reasoning_content", "") + block["thinking"]
         else:
-            rest.append(block)
-    if results and not rest:
-        return results
-    return [*results, chat | {"content": _content(rest)}]
+            content.append(_part(block))
+    return results if results and not content else [*results, chat]
 
 
 def _blocks(content):
@@ -88,29 +83,17 @@ def _blocks(content):
     return content or []
 
 
-def _content(content):
-    """Returns a text, or blocks of texts and images, as the parts of a chat message."""
-    parts = []
-    for block in _blocks(content):
-        if block["type"] == "text":
-            part = {"type": "text", "text": block["text"]}
-        elif block["type"] == "image" and block["source"]["type"] == "base64":
-            source = block["source"]
-            url = f"data:{source['media_type']};base64,{source['data']}"
-            part = {"type": "image_url", "image_url": {"url": url}}
-        else:
-            raise ValueError(
-                "supported are text, image (base64), tool_use, tool_result and thinking blocks, "
-                f"not {block['type']!r:.80}"
-            )
-        parts.append(part)
-    return parts
+def _part(block):
+    """Returns a block as a part of a chat message. ChatClient refuses what is no text or image."""
+    if block["type"] != "image":
+        return block
+    source = block["source"]
+    url = f"data:{source['media_type']};base64,{source['data']}"
+    return {"type": "image_url", "image_url": url}
 
 
 def _function(tool):
     """Returns a tool as one of chat completions."""
-    if tool.get("type") not in (None, "custom"):
-        raise ValueError(f"supported are tools with an input_schema, not {tool['type']!r:.80}")
     function = {key: tool[key] for key in ("name", "description") if tool.get(key)}
     return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
 

@@ -19,6 +19,7 @@ from agent_loop import (
     set_tool_calls,
     with_template_variables,
 )
+from flatrl.chat.openai_api import choices
 
 TEXT_PARTS = ("text", "input_text", "output_text")  # those of chat completions and Responses
 
@@ -49,38 +50,25 @@ class ChatClient:
         self.refused = None  # "length" or "max_turns" if the last call got no reply
         self.chat = self.completions = self  # for client.chat.completions.create
 
-    async def create(
-        self,
-        *,
-        messages,
-        tools=None,
-        tool_choice="auto",
-        stream=False,
-        max_tokens=None,
-        max_completion_tokens=None,
-        stop=None,
-        parallel_tool_calls=True,
-        extra_body=None,
-        **others,
-    ):
+    async def create(self, *, extra_body=None, **request):
         """Returns an openai ChatCompletion, with vLLM's prompt_token_ids and token_ids.
 
-        `chat_template_kwargs`, also in extra_body, overrides --chat_template_args. Raises
-        ValueError for stream, n > 1, response_format, a forced tool_choice (the endpoint takes
-        the first and the last), and content other than text and, for vision models, images as
-        data: URLs."""
-        is_forced = tool_choice not in (None, "auto", "none")
-        if stream or is_forced or others.get("n") not in (None, 1) or others.get("response_format"):
-            raise ValueError("in process: no stream, n > 1, response_format or forced tool_choice")
-        others.update(extra_body or {})
-        if max_completion_tokens is not None:
-            max_tokens = max_completion_tokens
-        sampling = self._sampling(max_tokens, stop)
-        tools = [] if tool_choice == "none" else list(tools or [])
-        template = json.dumps(others.get("chat_template_kwargs") or {}, sort_keys=True)
+        flatrl/chat/openai_api.py lists what a request may hold. Its `chat_template_kwargs` override
+        --chat_template_args. Raises ValueError for what is refused there, for a stream, and for
+        content other than text and, for vision models, images as data: URLs."""
+        asked = choices(request | (extra_body or {}))
+        sampling = dict(self.sampling_params)
+        max_tokens = asked["max_completion_tokens"] or asked["max_tokens"]
+        if max_tokens:
+            sampling["max_tokens"] = min(max_tokens, sampling.get("max_tokens") or max_tokens)
+        if asked["stop"]:
+            stop = asked["stop"]
+            sampling["stop"] = [stop] if isinstance(stop, str) else stop
+        tools = [] if asked["tool_choice"] == "none" else list(asked["tools"] or [])
+        template = json.dumps(asked["chat_template_kwargs"] or {}, sort_keys=True)
 
         self.refused = None
-        messages, images = self._plain_chat(messages)
+        messages, images = self._plain_chat(request["messages"])
         identities = [_identity(message) for message in messages]
         earlier = self._earlier(identities, tools, template)
         trajectory = self._extended(earlier, messages, images, tools, template)
@@ -89,7 +77,7 @@ class ChatClient:
         n_tokens_before = len(trajectory.response_ids)
         text = await self._sample(trajectory, earlier, sampling)
 
-        only_one = parallel_tool_calls is False
+        only_one = asked["parallel_tool_calls"] is False
         stop_string = self._read(trajectory, text, sampling.get("stop", ()), tools, only_one)
         trajectory.identities = [*identities, _identity(trajectory.messages[-1])]
         trajectory.tools = tools, template
@@ -121,17 +109,6 @@ class ChatClient:
                 trajectory.count(f"tool_calls/{name}")
         return stop_string
 
-    def _sampling(self, max_tokens, stop):
-        """Returns the run's sampling parameters, with the agent's choices."""
-        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-            raise ValueError(f"max_tokens must be at least 1, not {max_tokens!r:.80}")
-        sampling = dict(self.sampling_params)
-        if max_tokens:
-            sampling["max_tokens"] = min(max_tokens, sampling.get("max_tokens") or max_tokens)
-        if stop:
-            sampling["stop"] = [stop] if isinstance(stop, str) else stop
-        return sampling
-
     async def _sample(self, trajectory, earlier, sampling):
         """Returns the text of a turn. If there is none, the earlier trajectory stays."""
         if earlier:
@@ -143,8 +120,6 @@ class ChatClient:
         except BaseException:
             if earlier:
                 self.trajectories.append(earlier)
-            if self.over and task.cancelled():
-                raise OutOfBudget("the trajectory is over") from None
             raise
 
     def _earlier(self, identities, tools, template):
@@ -262,7 +237,7 @@ class ChatClient:
         url = url["url"] if isinstance(url, dict) else url
         head, _, data = str(url).partition(";base64,")
         if not head.startswith("data:image/"):
-            raise ValueError("supported are text and image_url, only data:image/...;base64")
+            raise ValueError(f"supported are text and images as data: URLs, not {kind!r:.80}")
         images.append(base64.b64decode(data))
         # For `_identity`: a hash in place of the image.
         return {"type": "image", "image": hashlib.sha256(data.encode()).hexdigest()}
@@ -295,10 +270,8 @@ class ChatClient:
 
     def outputs(self) -> list[AgentLoopOutput]:
         """Returns the outputs of all token sequences, the most recently asked last."""
-        outputs = []
-        for trajectory in sorted(self.trajectories, key=lambda each: each.turn):
-            outputs += trajectory.outputs()
-        return outputs
+        ordered = sorted(self.trajectories, key=lambda each: each.turn)
+        return [output for each in ordered for output in each.outputs()]
 
 
 def _identity(message):

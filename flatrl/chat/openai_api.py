@@ -1,8 +1,8 @@
-"""OpenAI's chat completions and Responses over HTTP, both made by ChatClient.create.
+"""OpenAI's chat completions and Responses, both made by ChatClient.create.
 
 Besides its messages, a request may hold:
 
-    stream             works, but the whole reply arrives as one chunk
+    stream             works over HTTP, but the whole reply arrives as one chunk
     tools, max_tokens, max_completion_tokens, max_output_tokens, stop, chat_template_kwargs
                        work as OpenAI's and vLLM's
     parallel_tool_calls=false
@@ -15,14 +15,12 @@ Besides its messages, a request may hold:
                        constrained tokens the trainer could not score. So is a reference to an
                        earlier response, because none is stored"""
 
-import functools
 import itertools
 import json
-import sys
-import time
+import warnings
 from collections.abc import Iterator
 
-CREATE = set(
+CHOICES = set(
     "messages tools tool_choice parallel_tool_calls stop max_tokens max_completion_tokens "
     "chat_template_kwargs".split()
 )
@@ -40,36 +38,31 @@ NO_MATTER = set(
 USUAL = {"n": 1, "response_format": {"type": "text"}}
 
 
-@functools.cache
-def warn_once(text: str) -> None:
-    """Prints a warning unless it was printed before."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
 def error(message: str, code: str) -> dict:
     """Returns an error in OpenAI's form."""
     return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 
-def arguments(body: dict) -> dict:
-    """Returns the arguments of ChatClient.create for a chat request, or raises ValueError."""
+def choices(body: dict) -> dict:
+    """Returns what a chat request may choose: {name: its value or None} for the names in CHOICES.
+
+    Raises ValueError if the request asks for anything that is not supported."""
     asked = {name for name, value in body.items() if value and value != USUAL.get(name)}
-    unknown = asked - CREATE - RUNS_OWN - NO_MATTER
+    unknown = asked - CHOICES - RUNS_OWN - NO_MATTER
     if unknown:
         raise ValueError(f"not supported: {', '.join(sorted(unknown))}")
     for name in sorted(RUNS_OWN & body.keys()):
         if body[name] is not None:
-            warn_once(f"an agent sets {name}, which is ignored: the run's own is taken")
-
-    result = {name: body[name] for name in CREATE & body.keys()}
-    if result.get("tool_choice") not in (None, "auto", "none"):
-        warn_once("an agent forces a tool call by tool_choice, which is taken as 'auto'")
-        result["tool_choice"] = "auto"
-    return result
+            problem = f"an agent sets {name}, which is ignored: the run's own is taken"
+            warnings.warn(problem, stacklevel=2)
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        problem = "an agent forces a tool call by tool_choice, which is taken as 'auto'"
+        warnings.warn(problem, stacklevel=2)
+    return {name: body.get(name) for name in CHOICES}
 
 
 def chunks(whole: dict, request: dict) -> Iterator[dict]:
-    """Yields a chat completion as it is streamed: its message, then the reason for its end."""
+    """Yields a chat completion as it is streamed: its message, then its usage, if asked for."""
     head = {key: whole[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
     (choice,) = whole["choices"]
@@ -77,9 +70,7 @@ def chunks(whole: dict, request: dict) -> Iterator[dict]:
     delta = {key: value for key, value in message.items() if value is not None}
     for i, call in enumerate(delta.get("tool_calls", ())):
         call["index"] = i
-    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    yield head | {"choices": [choice | {"delta": delta, "finish_reason": None}]}
-    yield head | {"choices": [end]}
+    yield head | {"choices": [choice | {"delta": delta}]}
     if (request.get("stream_options") or {}).get("include_usage"):
         yield head | {"choices": [], "usage": whole["usage"]}
 
@@ -99,16 +90,14 @@ def server_sent(events: Iterator[dict]) -> Iterator[str]:
 
 def chat_of(body: dict) -> dict:
     """Returns a Responses request as a chat request. Raises ValueError if there is none."""
-    translated = {"input", "instructions", "tools", "tool_choice", "text", "max_output_tokens"}
+    translated = {"input", "instructions", "tools", "text", "max_output_tokens"}
     chat = {name: value for name, value in body.items() if name not in translated}
     chat["messages"] = _messages(body)
     tools = body.get("tools") or []
     refused = [tool["type"] for tool in tools if tool["type"] != "function"]
     if refused:
         raise ValueError(f"supported are tools of type function, not {', '.join(refused)}")
-    chat["tools"] = [_function(tool, "description", "parameters") for tool in tools]
-    choice = body.get("tool_choice")
-    chat["tool_choice"] = _function(choice) if isinstance(choice, dict) else choice
+    chat["tools"] = [_function(tool) for tool in tools]
 
     text = body.get("text") or {}
     chat["verbosity"] = text.get("verbosity")
@@ -132,9 +121,10 @@ def _messages(body):
         raise ValueError(f"input: {error}") from None
 
 
-def _function(item, *keys):
-    """Returns a tool (or a choice of one) of the Responses API as one of chat completions."""
-    function = {key: item[key] for key in ("name", *keys) if item.get(key) is not None}
+def _function(tool):
+    """Returns a tool of the Responses API as one of chat completions."""
+    keys = ("name", "description", "parameters")
+    function = {key: tool[key] for key in keys if tool.get(key) is not None}
     return {"type": "function", "function": function}
 
 
@@ -147,7 +137,7 @@ def response_of(completion) -> dict:
     return {
         "id": f"resp_{number}",
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": completion.created,
         "model": "policy",
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -166,32 +156,21 @@ def _items(choice, number):
     """Returns a choice's reasoning, text and tool calls as the items of a response."""
     message = choice.message
     items = []
+
+    def add(kind, prefix, **content):
+        item = {"type": kind, "id": f"{prefix}_{number}", "status": "completed"}
+        items.append(item | content)
+
     reasoning = getattr(message, "reasoning_content", None)
     if reasoning:
-        items.append({
-            "type": "reasoning",
-            "id": f"rs_{number}",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": reasoning}],
-        })
+        part = {"type": "reasoning_text", "text": reasoning}
+        add("reasoning", "rs", summary=[], content=[part])
     if message.content or not message.tool_calls:
         part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
-        items.append({
-            "type": "message",
-            "id": f"msg_{number}",
-            "role": "assistant",
-            "status": "completed",
-            "content": [part],
-        })
+        add("message", "msg", role="assistant", content=[part])
     for call in message.tool_calls or ():
-        items.append({
-            "type": "function_call",
-            "id": f"fc_{number}_{call.id}",
-            "status": "completed",
-            "call_id": call.id,
-            "name": call.function.name,
-            "arguments": call.function.arguments,
-        })
+        made = call.function.model_dump(include={"name", "arguments"})
+        add("function_call", f"fc_{call.id}", call_id=call.id, **made)
     return items
 
 
