@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import re
-import time
 from numbers import Real
 from pathlib import Path
 
@@ -42,7 +41,7 @@ class Report(Listener):
 def write_page(runs: list[dict], file: Path):
     """Writes the page of runs that `read_run` has read."""
     head, tail = PAGE.read_text(encoding="utf-8").split("__DATA__")
-    data = json.dumps({"written": round(time.time()), "runs": runs}, separators=(",", ":"))
+    data = json.dumps(runs, separators=(",", ":"))
     write_whole(file, head + data.replace("<", "\\u003c") + tail)  # no text can end the element
 
 
@@ -51,12 +50,13 @@ def read_run(folder: Path, tokenizer, n_tokens: int = TOKENS) -> dict:
     about = json.loads((folder / "args.json").read_text(encoding="utf-8"))
     args = about["args"]
     args["agent_args"] = {name: args.pop(name) for name in LOOP_SETTINGS if name in args}
+    flags = {f"--{name}": value for name, value in args.items()}
+    made_by = {"command": " ".join(about["command"]), "git": about["git"]} | about["versions"]
     rows = list(read_json_lines(folder / "metrics.jsonl"))
     names = sorted(set().union(*rows))
     return {
         "name": folder.resolve().name,
-        "args": args,
-        "about": {"command": " ".join(about["command"]), "git": about["git"]} | about["versions"],
+        "flags": made_by | flags,
         "columns": {name: [number(row.get(name)) for row in rows] for name in names},
         "trajectories": draw(folder, tokenizer, n_tokens),
     }

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from conftest import output_of
 
-from agent_loop import AgentLoopOutput
+import data
 from flatrl import report
 from flatrl.log import Log
 from flatrl.report import token_texts
@@ -24,34 +24,13 @@ def make_folder(folder: Path, **flags) -> Path:
     return folder
 
 
-def embedded(page: Path) -> list[dict]:
-    """The runs of a page, as a browser finds them: up to the first </script>."""
+def run_of(folder: Path, tokenizer=None) -> dict:
+    """Writes a run's page. Returns its data as a browser finds it: up to the first </script>."""
+    page = folder / "report.html"
+    report.write_page([report.read_run(folder, tokenizer)], page)
     element = '<script type="application/json" id="data">(.*?)</script'
-    return json.loads(re.search(element, page.read_text(), re.DOTALL)[1])["runs"]
-
-
-def run_of(folder: Path, tokenizer=None, **limits) -> dict:
-    """Writes the page of a run, and returns its data."""
-    report.write_page([report.read_run(folder, tokenizer, **limits)], folder / "report.html")
-    return embedded(folder / "report.html")[0]
-
-
-def trajectory(prompt=0, sample=0, ids=(5, 6, 7, 8), mask=None, **changes) -> AgentLoopOutput:
-    extra = {"index": prompt, "prompt": prompt, "sample": sample, "segment": 0}
-    fields = {"version": 3, "logprob": -0.5, "reward": 1.0, "extra": extra} | changes
-    return output_of(mask or [1] * len(ids), ids=ids, **fields)
-
-
-def write_rollouts(folder: Path, name: str, outputs: list, errors=(), batch=None):
-    Log.rollouts(SimpleNamespace(folder=folder, args=Args()), name, outputs, list(errors), batch)
-
-
-class Batch(dict):
-    """What Log.rollouts uses of a data.Batch."""
-
-    def __init__(self, outputs: list, advantages: list[list[float]]):
-        super().__init__(advantages=torch.tensor(advantages))
-        self.outputs = outputs
+    (run,) = json.loads(re.search(element, page.read_text(), re.DOTALL)[1])
+    return run
 
 
 def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(tmp_path):
@@ -61,7 +40,6 @@ def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(t
         '{"step": 1, "reward/mean": 0.25, "timing/idle_s": [1.0]}\n'
         '{"step": 2, "reward/mean": NaN, "eval/reward": 1}\n'
     )
-    write_rollouts(folder, "step_000001", [trajectory(reward={"score": 1.0, HOSTILE: 0.5})])
     run = run_of(folder)
     assert run["columns"] == {
         "step": [0, 1, 2],
@@ -69,9 +47,10 @@ def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(t
         "reward/mean": [None, 0.25, None],
         "timing/idle_s": [None, None, None],
     }
-    assert run["about"] == {"command": "train.py", "git": "abc", "torch": "2"}
-    assert run["args"] == {"model": None, "task": HOSTILE, "agent_args": {"max_images": 4}}
-    assert run["trajectories"][0]["parts"][HOSTILE] == 0.5
+    assert run["flags"] == {
+        "command": "train.py", "git": "abc", "torch": "2",
+        "--model": None, "--task": HOSTILE, "--agent_args": {"max_images": 4},
+    }  # fmt: skip
 
     page = (folder / "report.html").read_text()
     template = report.PAGE.read_text()
@@ -85,13 +64,21 @@ def test_a_trajectory_has_its_tokens_with_their_advantages(tmp_path, tokenizer):
     ids = tokenizer.encode(f"abc{tokenizer.eos_token}ab", add_special_tokens=False)
     mask = [1, 1, 0, 0, 0, 1]
     reward = {"score": 1.0, "form": 0.5}
-    whole = trajectory(4, 0, ids, mask, reward=reward, turn_rewards=[(1, 0.25)])
-    alike = trajectory(4, 1, stop_reason="length")
-    greedy = trajectory(4, 2)
-    greedy.extra["greedy"] = True
-    batch = Batch([whole, alike], [[0.5, 1.5, 9.0, 9.0, 9.0, -2.0], [0.125] * 6])
+    changes = [
+        dict(reward=reward, turn_rewards=[(1, 0.25)]),
+        dict(stop_reason="length", reward=0.0),
+        dict(reward=0.0),
+    ]
+    outputs = []
+    for sample, change in enumerate(changes):
+        extra = {"prompt": 4, "sample": sample, "segment": 0}
+        outputs.append(output_of(mask, ids=ids, logprob=-0.5, extra=extra, **change))
+    outputs[2].extra["greedy"] = True
+    batch = data.make_batch(outputs[:2])
+    batch["advantages"] = torch.tensor([[0.5, 1.5, 9.0, 9.0, 9.0, -2.0], [0.125] * 6])
     error = {"prompt": 4, "sample": 3, "kind": "failed_reward", "error": "oh"}
-    write_rollouts(folder, "step_000002", [whole, alike, greedy], [error], batch)
+    log = SimpleNamespace(folder=folder, args=Args())
+    Log.rollouts(log, "step_000002", outputs, [error], batch)
     whole, alike, greedy = run_of(folder, tokenizer)["trajectories"]
     assert whole == {
         "kind": "step", "step": 2, "prompt": 4, "sample": 0, "segment": 0, "unit": "", "marks": [],
