@@ -17,6 +17,7 @@ import contextlib
 import functools
 import importlib.util
 import math
+import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,7 @@ from flatrl import checkpoints, layers, models
 from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
 from flatrl.attention import register_packed_attention
-from flatrl.bad_input import RunFailed, need, pickled_state, refusing
+from flatrl.bad_input import RunFailed, need, refusing
 from flatrl.devices import fit_micro_batch, offload, start_processes, wrap
 from flatrl.log import Listener, Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean, means
@@ -904,11 +905,10 @@ class Run:
         return self.done == max(self.evals, key=self.evals.get, default=None)
 
     def end_step(self):
-        """Counts a step. A checkpoint saved during the next one keeps what is known now.
-
-        Raises BadInput if the estimator's state can't be saved."""
+        """Counts a step. A checkpoint saved during the next one keeps what is known now."""
         self.done += 1
-        state = pickled_state(self.estimator_state, f"--adv_estimator {self.args.adv_estimator}")
+        # Not as JSON, which would make integer keys texts.
+        state = pickle.dumps(self.estimator_state)
         self.kept = {"kl_coef": self.kl.coef, "estimator": state}
 
 

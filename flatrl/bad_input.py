@@ -1,7 +1,6 @@
 """Checks of the user's input, with one line that tells what to change."""
 
 import contextlib
-import pickle
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,14 +72,3 @@ def check_ids(ids: list[int], vocab_size: int):
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         wrong = next(id for id in ids if not 0 <= id < vocab_size)
         raise ValueError(f"the token id {wrong} is not in [0, {vocab_size - 1}]")
-
-
-def pickled_state(state: dict | None, flag: str) -> bytes:
-    """Returns an estimator's `state` as checkpoints keep it: JSON would make integer keys texts.
-
-    flag: that names the estimator. Raises BadInput if the state can't be pickled."""
-    with refusing(
-        f"{flag}: checkpoints can't save its `state`; keep numbers, texts and tensors there, and "
-        "no functions"
-    ):
-        return pickle.dumps(state)

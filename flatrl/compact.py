@@ -17,7 +17,6 @@ class Numbers(array):
     """Numbers in an array, which equals the list of them. Its slices and sums are lists."""
 
     __slots__ = ()
-    __hash__ = None
 
     def __copy__(self, memo=None):
         return Numbers(self.typecode, self)

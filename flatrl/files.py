@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
-def write_whole(file: Path, *texts: str):
-    """Writes a file of these texts, and makes its folder. Readers never see half a file."""
+def write_whole(file: Path, text: str):
+    """Writes a file, and makes its folder. Readers never see half a file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}")
-    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as stream:
-        stream.writelines(texts)
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     temporary.replace(file)
 
 

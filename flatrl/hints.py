@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from agent_loop import AgentLoopBase, AgentLoopOutput, render
 from flatrl.rows import tool_schemas
+from flatrl.tools import join_contents
 from flatrl.vision import expand, load_images
 
 
@@ -21,12 +22,7 @@ def told_prompt(row: dict) -> list[dict]:
     if not prompt or prompt[-1]["role"] != "user":
         raise ValueError("its 'hint' follows the prompt's last message, which must be a user's")
     *earlier, last = prompt
-    content = last["content"]
-    paragraph = f"\n\n{row['hint']}"
-    if isinstance(content, str):
-        content += paragraph
-    else:  # parts, with images
-        content = [*content, {"type": "text", "text": paragraph}]
+    content = join_contents([last["content"], f"\n\n{row['hint']}"], "")
     return [*earlier, last | {"content": content}]
 
 
@@ -47,8 +43,7 @@ def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
         plain = ids_of(row["prompt"], schemas)
         told = ids_of(told_prompt(row), schemas)
         # Both prompts are equal after the hint: "2+2?<end>" and "2+2? It is 4.<end>" in "<end>".
-        backwards = plain[::-1], told[::-1]
-        n_equal = len(os.path.commonprefix(backwards))
+        n_equal = len(os.path.commonprefix([plain[::-1], told[::-1]]))
         n_plain = len(plain) - n_equal
         if output.prompt_ids[:n_plain] == plain[:n_plain]:
             told = told[: len(told) - n_equal]

@@ -14,11 +14,6 @@ NO_GRADIENT = (
     "its gradient is 0. The teacher is the policy itself and was told nothing, or "
     "--rollout_correction or the clip leaves no token"
 )
-# Flags that `without_flags` drops.
-OF_TRAINING = {
-    *("num_steps", "model", "output_dir", "resume", "eval_every", "stop_at_reward"),
-    *("tracker", "project", "lora_rank", "lora_args"),
-}
 
 
 class Notices(Listener):
@@ -76,25 +71,14 @@ class Notices(Listener):
         if (folder / "report.html").is_file():
             ways.append(f"report: {folder / 'report.html'}")
         if (folder / "final").is_dir():
-            more = ["--num_steps", "0", "--model", f"{folder / 'final'}", "--output_dir"]
-            command = shlex.join([*without_flags(sys.argv), *more, f"{folder}-eval"])
-            ways.append(f"evaluate: accelerate launch {command}")
+            # Of a flag that is given twice, the last one holds.
+            evaluation = ["--num_steps", "0", "--eval_every", "0", "--model", f"{folder / 'final'}"]
+            command = [*sys.argv, *evaluation, "--output_dir", f"{folder}-eval"]
+            ways.append(f"evaluate: accelerate launch {shlex.join(command)}")
         elif any(folder.glob("checkpoints/step_*")):
             ways.append("continue: the same command with --resume")
         for line in filter(None, ("; ".join(changes), "; ".join(ways))):
             self.log.say(line)
-
-
-def without_flags(words: list[str]) -> list[str]:
-    """Returns a command without the flags of training that its evaluation doesn't share."""
-    kept = []
-    is_dropped = False
-    for word in words:
-        if word.startswith("--"):
-            is_dropped = word[2:].partition("=")[0] in OF_TRAINING
-        if not is_dropped:
-            kept.append(word)
-    return kept
 
 
 def plan(args, steps_done: int, lr: str) -> str:

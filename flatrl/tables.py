@@ -79,8 +79,8 @@ def _unpadded(value, feature, is_argument):
 
 def _table(name):
     """Returns the datasets.Dataset of a file, or of a name on the hub."""
-    with refusing(f"{name}: pip install datasets"):
-        from datasets import load_dataset
+    from datasets import load_dataset
+
     file = Path(name)
     if file.is_file():
         with refusing(f"{name} can't be read as {', '.join(BUILDERS)}"):

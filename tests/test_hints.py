@@ -33,9 +33,7 @@ def output_of(prompt_ids: list[int], **names) -> AgentLoopOutput:
     return conftest.output_of([1, 1], prompt_ids, [7, 8], extra=extra)
 
 
-def test_the_hint_is_a_paragraph_after_the_last_message():
-    assert told_prompt(ROW) == TOLD and ROW["prompt"] == [SYSTEM, USER]
-    assert told_prompt(ROW | {"hint": None}) == ROW["prompt"]
+def test_the_hint_follows_a_prompt_in_parts():
     parts = [{"type": "image"}, {"type": "text", "text": "1+1?"}]
     told = told_prompt({"prompt": [{"role": "user", "content": parts}], "hint": "2"})
     assert told[0]["content"] == [*parts, {"type": "text", "text": "\n\n2"}]

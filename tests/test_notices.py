@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import PartialState
-from test_algos import output
 from test_data import make_output
 
 from flatrl.notices import Notices
@@ -39,9 +38,7 @@ def sampled(n: int, **attributes) -> list:
 
 
 def test_three_lines_at_the_start_and_two_at_the_end(log, monkeypatch):
-    monkeypatch.setattr("sys.argv", [
-        *["train.py", "--num_steps", "9", "--task", "my task.py", "--resume", "--tracker=wandb"],
-    ])  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["train.py", "--num_steps", "9", "--task", "my task.py"])
     flags = dict(model="m", task="t.py", num_steps=9, epochs=2, lr=0.5, dtype="float32")
     log.args = Args(adv_estimator="rloo", agent="chat", **flags)
     log.steps_done = 4
@@ -64,8 +61,8 @@ def test_three_lines_at_the_start_and_two_at_the_end(log, monkeypatch):
     (log.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (log.folder / "final").mkdir()
     notices.close()
-    final = "evaluate: accelerate launch train.py --task 'my task.py' --num_steps 0 "
-    final += f"--model {log.folder}/final --output_dir {log.folder}-eval"
+    final = "evaluate: accelerate launch train.py --num_steps 9 --task 'my task.py' --num_steps 0 "
+    final += f"--eval_every 0 --model {log.folder}/final --output_dir {log.folder}-eval"
     assert log.said == ["reward 0.500 -> 0.625, best 0.750 at step 2", final]
 
 
@@ -107,13 +104,10 @@ def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
 
 def outputs_of(n_cut_off: int = 0, text: str = "", **metrics) -> list:
     """Returns two outputs with reward 0 and four with reward 1, of which some were cut off."""
-    outputs = []
-    for i in range(6):
-        one = output(0, i, "11", float(i < 4))
-        one.stop_reason = "length" if i < n_cut_off else "stop"
-        one.text = text
-        one.metrics = metrics
-        outputs.append(one)
+    outputs = sampled(6, text=text, metrics=metrics)
+    for i, output in enumerate(outputs):
+        output.reward = float(i < 4)
+        output.stop_reason = "length" if i < n_cut_off else "stop"
     return outputs
 
 
