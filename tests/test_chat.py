@@ -63,17 +63,16 @@ class Engine(Script):
 
 
 def player(tokenizer, base=ChatAgentLoop, method="chat"):
-    """Returns play(agent, line, line, ..., row=, sampling=, **args) -> (the outputs, the engine).
+    """Returns play(agent, line, line, ..., sampling=, **args) -> (the outputs, the engine).
 
     `agent` becomes this method of the loop, without self."""
 
-    def play(agent, *lines, row=None, sampling=None, tokenizer=tokenizer, **args):
+    def play(agent, *lines, sampling=None, **args):
         loop_class = type("Loop", (base,), {method: staticmethod(agent)})
         engine = Engine(tokenizer, lines)
         args = Args(**{"max_response_tokens": 2000, "max_assistant_turns": 0} | args)
         loop = loop_class(engine, tokenizer, None, SimpleNamespace(), args)
-        row = ROW | (row or {})
-        return run(loop.run(sampling or {}, **row)), engine
+        return run(loop.run(sampling or {}, **ROW)), engine
 
     return play
 

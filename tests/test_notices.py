@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import PartialState
-from test_data import make_output
+from conftest import output_of
 
 from flatrl.notices import Notices
 from flatrl.trackers import Tracker
@@ -31,10 +31,11 @@ def log(tmp_path, process_group):
 
 
 def sampled(n: int, **attributes) -> list:
-    return [
-        make_output([1], [1, 1], extra={"prompt": i, "sample": 0, "segment": 0}, **attributes)
-        for i in range(n)
-    ]
+    outputs = []
+    for prompt in range(n):
+        extra = {"prompt": prompt, "sample": 0, "segment": 0}
+        outputs.append(output_of([1, 1], [1], [7, 8], extra=extra, **attributes))
+    return outputs
 
 
 def test_three_lines_at_the_start_and_two_at_the_end(log, monkeypatch):
@@ -96,7 +97,7 @@ def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
     table = package.Table.call_args.kwargs
     fourth = dict(zip(table["columns"], table["data"][3], strict=True))
     assert len(table["data"]) == 64 and fourth["prompt"] == 3
-    assert fourth["reward"] == 0.75 and fourth["trajectory"] == "[1, 100, 101]"
+    assert fourth["reward"] == 0.75 and fourth["trajectory"] == "[1, 7, 8]"
 
 
 # ---------------------------------------------------------------- the five warnings

@@ -120,20 +120,21 @@ class ChatEndpoint:
         sent = request.headers.get("x-api-key", bearer)  # Anthropic's way, or else OpenAI's
         is_right = hmac.compare_digest(sent.encode(errors="surrogateescape"), key.encode())
         if client is None or not is_right:
-            error = form("unknown rollout or wrong key", "invalid_api_key")
-            return web.json_response(error, status=401)
+            problem = form("unknown rollout or wrong key", "invalid_api_key")
+            return web.json_response(problem, status=401)
+        status = 400
         limit = MAX_BODY_WITH_IMAGES if client.loop.processor else MAX_BODY
         try:
             body = await request.clone(client_max_size=limit).json()
             return await make(client, body)
         except web.HTTPRequestEntityTooLarge:
-            error = form("the request is too large", "request_too_large")
-            return web.json_response(error, status=413)
+            status = 413
+            problem = form("the request is too large", "request_too_large")
         except OutOfBudget as error:
             problem = form(str(error), "context_length_exceeded")
         except BAD_REQUEST as error:
             problem = form(f"{type(error).__name__}: {error}", "invalid_request")
-        return web.json_response(problem, status=400)
+        return web.json_response(problem, status=status)
 
 
 ENDPOINT = ChatEndpoint()
