@@ -19,7 +19,7 @@ from agent_loop import (
     set_tool_calls,
     with_template_variables,
 )
-from flatrl.chat.openai_api import choices
+from flatrl.chat.openai_api import read_request
 
 TEXT_PARTS = ("text", "input_text", "output_text")  # those of chat completions and Responses
 
@@ -56,7 +56,7 @@ class ChatClient:
         flatrl/chat/openai_api.py lists what a request may hold. Its `chat_template_kwargs` override
         --chat_template_args. Raises ValueError for what is refused there, for a stream, and for
         content other than text and, for vision models, images as data: URLs."""
-        asked = choices(request | (extra_body or {}))
+        asked = read_request(request | (extra_body or {}))
         sampling = dict(self.sampling_params)
         max_tokens = asked["max_completion_tokens"] or asked["max_tokens"]
         if max_tokens:

@@ -20,7 +20,7 @@ import json
 import warnings
 from collections.abc import Iterator
 
-CHOICES = set(
+USED = set(
     "messages tools tool_choice parallel_tool_calls stop max_tokens max_completion_tokens "
     "chat_template_kwargs".split()
 )
@@ -43,12 +43,12 @@ def error(message: str, code: str) -> dict:
     return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 
-def choices(body: dict) -> dict:
-    """Returns what a chat request may choose: {name: its value or None} for the names in CHOICES.
+def read_request(body: dict) -> dict:
+    """Returns what counts of a chat request: {name: its value or None} for the names in USED.
 
     Raises ValueError if the request asks for anything that is not supported."""
     asked = {name for name, value in body.items() if value and value != USUAL.get(name)}
-    unknown = asked - CHOICES - RUNS_OWN - NO_MATTER
+    unknown = asked - USED - RUNS_OWN - NO_MATTER
     if unknown:
         raise ValueError(f"not supported: {', '.join(sorted(unknown))}")
     for name in sorted(RUNS_OWN & body.keys()):
@@ -58,7 +58,7 @@ def choices(body: dict) -> dict:
     if body.get("tool_choice") not in (None, "auto", "none"):
         problem = "an agent forces a tool call by tool_choice, which is taken as 'auto'"
         warnings.warn(problem, stacklevel=2)
-    return {name: body.get(name) for name in CHOICES}
+    return {name: body.get(name) for name in USED}
 
 
 def chunks(whole: dict, request: dict) -> Iterator[dict]:
@@ -93,12 +93,7 @@ def chat_of(body: dict) -> dict:
     translated = {"input", "instructions", "tools", "text", "max_output_tokens"}
     chat = {name: value for name, value in body.items() if name not in translated}
     chat["messages"] = _messages(body)
-    tools = body.get("tools") or []
-    refused = [tool["type"] for tool in tools if tool["type"] != "function"]
-    if refused:
-        raise ValueError(f"supported are tools of type function, not {', '.join(refused)}")
-    chat["tools"] = [_function(tool) for tool in tools]
-
+    chat["tools"] = [_function(tool) for tool in body.get("tools") or ()]
     text = body.get("text") or {}
     chat["verbosity"] = text.get("verbosity")
     chat["response_format"] = text.get("format")
@@ -123,6 +118,8 @@ def _messages(body):
 
 def _function(tool):
     """Returns a tool of the Responses API as one of chat completions."""
+    if tool["type"] != "function":
+        raise ValueError(f"supported are tools of type function, not {tool['type']!r:.80}")
     keys = ("name", "description", "parameters")
     function = {key: tool[key] for key in keys if tool.get(key) is not None}
     return {"type": "function", "function": function}
