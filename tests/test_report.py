@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from conftest import output_of
@@ -17,13 +16,6 @@ from train import Args
 HOSTILE = "</script><script>alert()</script><!-- &lt;\u2028 é <|im_end|> __DATA__"
 
 
-def make_folder(folder: Path, **flags) -> Path:
-    (folder / "rollouts").mkdir(parents=True)
-    about = {"command": ["train.py"], "git": "abc", "versions": {"torch": "2"}}
-    (folder / "args.json").write_text(json.dumps(about | {"args": {"model": None} | flags}))
-    return folder
-
-
 def run_of(folder: Path, tokenizer=None) -> dict:
     """Writes a run's page. Returns its data as a browser finds it: up to the first </script>."""
     page = folder / "report.html"
@@ -34,7 +26,11 @@ def run_of(folder: Path, tokenizer=None) -> dict:
 
 
 def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(tmp_path):
-    folder = make_folder(tmp_path / "run", task=HOSTILE, agent_args="{}", max_images=4)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    about = {"command": ["train.py"], "git": "abc", "versions": {"torch": "2"}}
+    about["args"] = {"task": HOSTILE, "agent_args": "{}", "max_images": 4}
+    (folder / "args.json").write_text(json.dumps(about))
     (folder / "metrics.jsonl").write_text(
         '{"step": 0, "eval/reward": 0.5}\n'
         '{"step": 1, "reward/mean": 0.25, "timing/idle_s": [1.0]}\n'
@@ -49,7 +45,7 @@ def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(t
     }
     assert run["flags"] == {
         "command": "train.py", "git": "abc", "torch": "2",
-        "--model": None, "--task": HOSTILE, "--agent_args": {"max_images": 4},
+        "--task": HOSTILE, "--agent_args": {"max_images": 4},
     }  # fmt: skip
 
     page = (folder / "report.html").read_text()
@@ -60,7 +56,7 @@ def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(t
 
 
 def test_a_trajectory_has_its_tokens_with_their_advantages(tmp_path, tokenizer):
-    folder = make_folder(tmp_path / "run")
+    folder = tmp_path / "run"
     ids = tokenizer.encode(f"abc{tokenizer.eos_token}ab", add_special_tokens=False)
     mask = [1, 1, 0, 0, 0, 1]
     reward = {"score": 1.0, "form": 0.5}
@@ -77,8 +73,9 @@ def test_a_trajectory_has_its_tokens_with_their_advantages(tmp_path, tokenizer):
     batch = data.make_batch(outputs[:2])
     batch["advantages"] = torch.tensor([[0.5, 1.5, 9.0, 9.0, 9.0, -2.0], [0.125] * 6])
     error = {"prompt": 4, "sample": 3, "kind": "failed_reward", "error": "oh"}
-    log = SimpleNamespace(folder=folder, args=Args())
-    Log.rollouts(log, "step_000002", outputs, [error], batch)
+    log = Log(Args(output_dir=str(folder)), None, 0)
+    log.rollouts("step_000002", outputs, [error], batch)
+    log.wait()
     whole, alike, greedy = run_of(folder, tokenizer)["trajectories"]
     assert whole == {
         "kind": "step", "step": 2, "prompt": 4, "sample": 0, "segment": 0, "unit": "", "marks": [],
