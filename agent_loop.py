@@ -657,15 +657,14 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def pending(self, trajectory):
         """The first state: lets the interaction speak first, if it has an opening message."""
-        text = None
         if self.interaction:
             text = await self._ask_interaction(
                 self.interaction.start, trajectory.request_id, **self.interaction_kwargs)
-        if text is not None:
-            trajectory.messages.append({"role": "user", "content": clean(text)})
-            prompt = self.prompt(
-                trajectory.messages, self.schemas, trajectory.images, trajectory.trusted)
-            trajectory.begin(*prompt)
+            if text is not None:
+                trajectory.messages.append({"role": "user", "content": clean(text)})
+                prompt = self.prompt(
+                    trajectory.messages, self.schemas, trajectory.images, trajectory.trusted)
+                trajectory.begin(*prompt)
         if self.tools:
             trajectory.count("tool_calls", 0)  # so that the metric exists
         for name in self.tools:
@@ -755,16 +754,15 @@ class ToolAgentLoop(AgentLoopBase):
                 raise RefusedCallError(f"no room for {n_more} more images: {n_images} of {limit}")
             trajectory.record("tool", name, response.reward, response.metrics)
             return response
-        except BaseException as raised:
-            error = raised
-        kind = "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors"
-        trajectory.count(kind)
-        if is_known:
-            trajectory.count(f"{kind}/{name}")
-            if not isinstance(error, (CallTimeoutError, RefusedCallError)):
-                trajectory.count(f"tool_exceptions/{name}")
-                self.tool_exceptions.setdefault(name, error)
-        return ToolResponse(f"Error: {text_of(error)}")
+        except BaseException as error:
+            kind = "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors"
+            trajectory.count(kind)
+            if is_known:
+                trajectory.count(f"{kind}/{name}")
+                if not isinstance(error, (CallTimeoutError, RefusedCallError)):
+                    trajectory.count(f"tool_exceptions/{name}")
+                    self.tool_exceptions.setdefault(name, error)
+            return ToolResponse(f"Error: {text_of(error)}")
 
     def _content(self, trajectory, response):
         """Returns the content of a tool's message: a text, or a list of parts with images."""
@@ -840,24 +838,21 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def interacting(self, trajectory):
         """Lets the simulated user answer and reward the assistant's turn."""
-        name = self.interaction.name
         done, text, reward, metrics = await self._ask_interaction(
             self.interaction.generate_response,
             trajectory.request_id,
             copy.deepcopy(trajectory.messages),  # an Interaction may modify them
             **self.interaction_kwargs,
         )
-        trajectory.record("interaction", name, reward, metrics)
-        text = clean("" if done and text is None else text)
+        trajectory.record("interaction", self.interaction.name, reward, metrics)
+        if done:  # the policy reads no more
+            return None
         at_user_limit = 0 < self.args.max_user_turns <= self.interaction_turns
-        if not done and (at_user_limit or self._at_assistant_limit(trajectory)):
+        if at_user_limit or self._at_assistant_limit(trajectory):
             trajectory.stop_reason = "max_turns"
-            done = True
-        if done:
-            trajectory.extra["unread"] = text  # the policy never reads it; the report shows it
             return None
         self.interaction_turns += 1
-        return self.reply(trajectory, [{"role": "user", "content": text}])
+        return self.reply(trajectory, [{"role": "user", "content": clean(text)}])
 
     def reply(self, trajectory, messages, images=()):
         """Appends what tools or the user said. Returns the next state: `generating`, or None if

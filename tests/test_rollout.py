@@ -156,23 +156,6 @@ def play(awake, engine):
     return play
 
 
-@pytest.fixture
-def pool_of(awake):
-    """Makes a run with a pool of training."""
-    runs = []
-
-    def make(reward, rows, **flags):
-        run = awake(reward, **flags)
-        run.rows = {"train": rows}
-        run.pool = training_pool(run, 0)
-        runs.append(run)
-        return run
-
-    yield make
-    for run in runs:
-        run.pool.end()
-
-
 def members(outputs) -> list[tuple[int, int]]:
     return [(output.extra["prompt"], output.extra["sample"]) for output in outputs]
 
@@ -218,7 +201,7 @@ def test_kept_outputs_are_compact_and_act_like_lists():
     assert output.prompt_ids + kept.response_ids[1:] == [1, 2, 2**17, 7]
 
 
-def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
+def test_slow_graders_run_on_after_the_rollout_and_are_awaited(awake, engine):
     release = asyncio.Event()
 
     async def reward(output, row):
@@ -227,8 +210,10 @@ def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
         await release.wait()
         return {"score": row["index"] + output.extra["sample"] / 4}
 
-    run = pool_of(reward, make_rows(*["x"] * 3), prompts_per_step=3, group_size=2)
-    rollouts = run.pool.rollout(0)
+    run = awake(reward, prompts_per_step=3, group_size=2)
+    run.rows = {"train": make_rows(*["x"] * 3)}
+    pool = training_pool(run, 0)
+    rollouts = pool.rollout(0)
     engine.sleep()  # nothing to wait for: the trajectories are done
     assert [output.reward for output in rollouts.outputs] == [None] * 6
     run.background.loop.call_soon_threadsafe(release.set)
@@ -237,6 +222,7 @@ def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
     scores = sorted(output.reward["score"] for output in rollouts.outputs)
     assert scores == [0, 0.25, 2, 2.25]
     assert +rollouts.lost == {"failed_reward": 2}
+    pool.end()
 
 
 ENGINES: list = []
