@@ -133,8 +133,12 @@ def stop_token_ids(args, tokenizer) -> list[int]:
     from transformers import GenerationConfig
 
     configured = None
-    with contextlib.suppress(OSError):  # without a generation_config.json
-        configured = GenerationConfig.from_pretrained(args.model).eos_token_id
+    with refusing(f"--model {args.model} has a generation_config.json that can't be read"):
+        try:
+            configured = GenerationConfig.from_pretrained(args.model).eos_token_id
+        except OSError:  # raised without such a file, too
+            if Path(args.model, "generation_config.json").exists():
+                raise
     others = configured if isinstance(configured, list) else [configured]
     ids = {tokenizer.eos_token_id, *others} - {None}
     need(
