@@ -208,7 +208,8 @@ def _called(turn, n_calls=1, **said):
     return [{"role": "assistant", "content": "", **said, "tool_calls": calls}, *results]
 
 
-SYSTEM, USER, ANSWER = ({"role": role, "content": "?"} for role in ("system", "user", "assistant"))
+USER = {"role": "user", "content": "?"}
+ANSWER = {"role": "assistant", "content": "?"}
 THOUGHT = ANSWER | {"reasoning_content": "?"}
 CALL, RESULT = _called(1)
 CALL_AFTER_THOUGHT = CALL | {"reasoning_content": "?"}
@@ -338,7 +339,7 @@ class ChatTemplate:
         The template writes the chat without and with `new`, and with words in place of what the
         assistant said. They show where the turn ends, and whether the template leaves some out:
 
-            head      "...assistant\\nProbe0001001"
+            head      "...assistant\\nProbe0001000"
             tail      "<|im_end|>\\n"
             new_head  the same but for empty thoughts, or the history is rewritten
             new_tail  "<|im_end|>\\n<|im_start|>user\\n2?...", of which the stop token is known"""
@@ -414,7 +415,7 @@ class ChatTemplate:
         self.stops = {*stops, self.answer_end, self.call_end}
 
     def _special_after(self, *messages):
-        """Returns the ids of the special tokens between the first word of messages and the next.
+        """Returns the ids of the special tokens after the first word of messages, up to the next.
 
         The messages follow a user's. There are none if the template refuses them."""
         chat = [USER, *messages]
@@ -455,7 +456,7 @@ class ChatTemplate:
 
         In gpt-oss these begin "<|channel|>analysis", "<|end|><|start|>assistant" and
         "<|channel|>final". channel: the first of these tokens, if special tokens enclose a thought
-        in place of think_tags; else \"\"."""
+        in place of think_tags; or empty."""
         self.before_thought = self.after_thought = self.before_answer = self.channel = ""
         if self.problem([USER, ANSWER]):
             return
@@ -594,9 +595,8 @@ class ChatTemplate:
                 f"the model's chat template does not take {name}: {problem}. Choose another "
                 "model, or change the template (chat_template.jinja in the model's folder)"
             )
-        start = [SYSTEM, USER] if prompt[0]["role"] == "system" else [USER]
-        chat = _in_words([*start, *messages])
-        history, new = chat[: len(start) + 1], chat[len(start) + 1 :]
+        chat = _in_words([*prompt, *messages])
+        history, new = chat[: len(prompt) + 1], chat[len(prompt) + 1 :]
         added = self._outcome(history, new, self._end_of(messages[0]), tools)
         if added is RewritesHistory:
             yield f"rewrites the history at {name}, which begins a new sequence"

@@ -166,7 +166,6 @@ SCHEMAS = [
 CALL = (NAME, {"q": "Zq1"})
 ALL_TYPES = {"q": 'ü\n"1" Zq1', "on": True, "x": 0.5, "o": {"a": [1, None]}}
 ALONE = "a call"
-EMPTY = "a call without arguments"
 BESIDE = "a text beside a call"
 TWO = "two calls in a turn"
 # A turn of the assistant: the text before its calls, and the calls.
@@ -174,7 +173,7 @@ PROBES = {
     ALONE: ("", [CALL]),
     "a number": ("", [(NAME, {"n": 3})]),
     "arguments of all types": ("", [(NAME, ALL_TYPES)]),
-    EMPTY: ("", [("probe_now", {})]),
+    "a call without arguments": ("", [("probe_now", {})]),
     TWO: ("", [CALL, (NAME, {"q": "Zq2", "n": 2})]),
     BESIDE: ("Beside.", [CALL]),
 }
@@ -328,10 +327,7 @@ class CallFormat:
     def check(self, schemas: list[dict]) -> Iterator[str]:
         """Tries the names of tools. Yields warnings. Raises BadInput if calls are not read."""
         if not self.turns:
-            yield (
-                "the chat template writes no tool calls: describe them in the prompt, in the "
-                f"format of --tool_parser {self.name}"
-            )
+            yield f"the chat template writes no calls: describe those of {self.name} in the prompt"
         if self.lost:
             yield f"--tool_parser {self.name} does not read {', '.join(self.lost)}"
         for schema in schemas if self.turns else ():
@@ -436,8 +432,7 @@ def read_calls(parser, text: str, schemas: list[dict]) -> tuple[str, list[dict] 
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     # Some parsers read the tools' schemas from a request.
-    asked = [{"role": "user", "content": ""}]
-    request = ChatCompletionRequest(messages=asked, tools=schemas or None)
+    request = ChatCompletionRequest(messages=[], tools=schemas or None)
     try:
         parsed = parser.extract_tool_calls(text, request)
     except Exception:  # some texts of a model make some parsers raise
