@@ -6,11 +6,10 @@ the last word ends the turn. `ChatTemplate.suffix` is what happens between two t
 
 import copy
 import functools
-import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, count
 from os.path import commonprefix
 
 from flatrl.bad_input import BadInput
@@ -120,7 +119,7 @@ def _in_words(messages, role=None):
         changed.append(message)
         if role not in (None, message["role"]):
             continue
-        words = (f"{MARK}{number:04d}{i:03d}" for i in itertools.count())
+        words = (f"{MARK}{number:04d}{i:03d}" for i in count())
         for key in ("reasoning_content", "content"):
             said = message.get(key)
             if isinstance(said, list):
@@ -465,12 +464,12 @@ class ChatTemplate:
         thinking, answer = _in_words([thinking, ANSWER])
         self.before_answer = WORD.split(self.written(answer))[0]
         self.before_thought, after, *_ = [*WORD.split(self.written(thinking)), ""]
-        special = self.texts.special_starts.findall
-        if only_beside_calls:  # a call follows the end of the thought
-            for token in special(after)[:1]:
-                after = after.partition(token)[0] + token
-        if special(self.before_thought) and special(after) and self.think_end not in after:
-            self.channel = special(self.before_thought)[0]
+        begin = self.texts.special_starts.findall(self.before_thought)
+        end = self.texts.special_starts.findall(after)
+        if only_beside_calls and end:  # a call follows
+            after = after.partition(end[0])[0] + end[0]
+        if begin and end and self.think_end not in after:
+            self.channel = begin[0]
             after = after.removesuffix(self.before_answer)
         self.after_thought = after
 
