@@ -70,7 +70,6 @@ LLAMA31 = r"""
 {{- bos_token + '<|start_header_id|>system<|end_header_id|>\n\n' + ('Environment: ipython\n' if tools is not none else '') }}
 {{- 'Today Date: 26 Jul 2024\n\n' + system + '<|eot_id|>' }}
 {%- if tools is not none %}
-    {%- if not messages %}{{- raise_exception('Cannot put tools in the first user message when there\'s no first user message!') }}{%- endif %}
     {{- '<|start_header_id|>user<|end_header_id|>\n\nRespond in the format {"name": function name, "parameters": dictionary}.\n\n' }}
     {%- for tool in tools %}{{- (tool | tojson(indent=4)) + '\n\n' }}{%- endfor %}
     {{- messages[0].content | trim + '<|eot_id|>' }}
@@ -139,10 +138,6 @@ GLM4 = r"""
         {{- '<|user|>\n' + content + ('/nothink' if enable_thinking is defined and not enable_thinking and not content.endswith('/nothink') else '') }}
     {%- elif m.role == 'assistant' %}
         {%- set reasoning = m.reasoning_content if m.reasoning_content is string else '' %}
-        {%- if m.reasoning_content is not string and '</think>' in content %}
-            {%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-        {%- endif %}
         {{- '<|assistant|>\n<think>' + (reasoning.strip() if loop.index0 > ns.last else '') + '</think>' + ('\n' + content.strip() if content.strip() else '') }}
         {%- for call in m.tool_calls or [] %}
             {{- '\n<tool_call>' + call.function.name + '\n' }}
