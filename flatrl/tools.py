@@ -263,7 +263,7 @@ class CallFormat:
                 if not best or len(read) > len(best[-1]):
                     best = name, parser, turns, read
                 if len(read) == len(turns):
-                    break
+                    return best
             if best and best[-1]:
                 return best
         if not best or asked == "auto":
