@@ -327,7 +327,7 @@ class CallFormat:
     def check(self, schemas: list[dict]) -> Iterator[str]:
         """Tries the names of tools. Yields warnings. Raises BadInput if calls are not read."""
         if not self.turns:
-            yield f"the template writes no tool calls: describe in the prompt those that {self.name} reads"
+            yield f"the template writes no calls: describe those of {self.name} in the prompt"
         if self.lost:
             yield f"--tool_parser {self.name} does not read {', '.join(self.lost)}"
         for schema in schemas if self.turns else ():
