@@ -19,19 +19,8 @@ from flatrl.attention import packed_attention
 from flatrl.bad_input import need, refusing
 from flatrl.launch import n_cores
 from flatrl.layers import recompute_activations
-from flatrl.processes import PATIENCE, all_gather, oom_for_all, ranks_of_host, use_gpu_of_rank
+from flatrl.processes import PATIENCE, all_gather, ranks_of_host, use_gpu_of_rank
 
-# What accelerate's config sets in the environment, and the only value that is implemented.
-IMPLEMENTED = {
-    "ACCELERATE_USE_DEEPSPEED": "false",
-    "ACCELERATE_USE_MEGATRON_LM": "false",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "false",
-    "FSDP_VERSION": "2",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-    "FSDP_ACTIVATION_CHECKPOINTING": "false",
-}
 # In smaller passes a GPU waits for Python: launching one takes about 0.3 s, in which an H100 that
 # reaches a third of its peak computes this many FLOPs.
 FLOPS_OF_A_PASS = 1e14
@@ -46,13 +35,11 @@ GPU_PATIENCE = datetime.timedelta(minutes=30)
 def sharding(args) -> bool | str:
     """Returns the value of --shard; True also if accelerate's config asks for FSDP.
 
-    Raises BadInput if that config asks for what is not implemented here."""
-    for name, allowed in IMPLEMENTED.items():
-        value = os.environ.get(name, allowed).lower()
+    Raises BadInput if that config asks for another kind of parallelism."""
+    for kind in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         need(
-            value == allowed,
-            f"accelerate's config has {name.lower()} {value}: must be {allowed}; run `accelerate "
-            "config` again, and choose FSDP or none (docs/scaling.md)",
+            not parse_flag_from_env(f"ACCELERATE_USE_{kind}"),
+            f"accelerate's config asks for {kind.lower()}: choose FSDP or none (docs/scaling.md)",
         )
     return args.shard or parse_flag_from_env("ACCELERATE_USE_FSDP")
 
@@ -177,13 +164,11 @@ def offload(run, device: torch.device | str):
 # ---------------------------------------------------------------- the micro-batch
 
 
-@oom_for_all()
 def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[str], None]):
     """Sets --tokens_per_micro_batch to what fits the GPUs, unless it is given.
 
     The rank with the least memory decides. Unless --gradient_checkpointing is given, it is turned
-    on where micro-batches would otherwise be too small to keep a GPU busy. learners: by name.
-    Raises BadInput on all ranks if one is out of memory."""
+    on where micro-batches would otherwise be too small to keep a GPU busy. learners: by name."""
     if device.type != "cuda" or args.tokens_per_micro_batch:
         return
     models = [learner.net.model for learner in learners.values()]
