@@ -53,42 +53,31 @@ def claim_folder(args) -> bool | str:
     return args.resume
 
 
-def read_checkpoint(args) -> tuple[Path | None, dict]:
-    """Returns the latest checkpoint and its step.json, with the estimator's state as "estimator".
+def read_checkpoint(args, rows_hash: str) -> tuple[Path | None, dict]:
+    """Returns the latest checkpoint and its step.json; None and {} without --resume.
 
-    Without --resume they are None and {}."""
+    The dict also has the estimator's state as "estimator", and as "changed" the flags that differ
+    from those in args.json, which it prints. Raises BadInput for rows of another hash, unless
+    --resume is "changed" and no sampler's history is about them."""
     if not args.resume:
         return None, {}
     checkpoint = checkpoints(Path(args.output_dir))[-1]
     state = json.loads((checkpoint / "step.json").read_text())
     state["estimator"] = pickle.loads((checkpoint / STATE_FILE).read_bytes())
-    return checkpoint, state
-
-
-def check_changes(args, rows_hash: str, state: dict) -> list[str]:
-    """Prints which flags differ from those in the args.json of the run to resume.
-
-    Returns their names. rows_hash: a hash; state: as from `read_checkpoint`. Raises BadInput
-    for other rows, unless --resume is "changed" and no sampler's history is about them."""
-    if not args.resume:
-        return []
+    state["changed"] = []
     about = json.loads(Path(args.output_dir, "args.json").read_text())
-    changed = []
     for name, before in about["args"].items():
         now = json.loads(json.dumps(getattr(args, name, before)))  # as written: a tuple is a list
         if now != before and name != "resume":
-            changed.append(name)
+            state["changed"].append(name)
             print(f"--resume: --{name} was {before} so far, and is {now} from now on", flush=True)
     if rows_hash != about["training_rows"]:
         need(
-            args.resume == "changed",
-            "--resume: the training rows are not those of the run: --resume changed accepts them",
+            args.resume == "changed" and not state["history"],
+            "--resume: the training rows are not those of the run: --resume changed accepts them, "
+            "unless the task's `sampler` has a history of other rows",
         )
-        need(
-            not state["history"],
-            "--resume changed: the history of the task's `sampler` is about other rows",
-        )
-    return changed
+    return checkpoint, state
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -167,16 +156,14 @@ def best_checkpoint(run) -> Path | None:
     return saved.get(step)
 
 
-def resume(run, checkpoint: Path, state: dict, changed: list[str]):
-    """Continues a run from a checkpoint. Raises BadInput if that does not load.
-
-    state: as from `read_checkpoint`; changed: as from `check_changes`."""
+def resume(run, checkpoint: Path, state: dict):
+    """Continues a run from what `read_checkpoint` returns. Raises BadInput if it does not load."""
     run.done = state["step"]
     run.saved = run.done
     if getattr(run.task, "sampler", None):  # its history
         run.history = state["history"]
     run.estimator_state = state["estimator"]
-    if run.args.kl_target and "kl_coef" not in changed:
+    if run.args.kl_target and "kl_coef" not in state["changed"]:
         run.kl.coef = state["kl_coef"]
     for name, learner in run.learners.items():
         learner.n_updates = state["updates"].get(name, 0)

@@ -62,9 +62,6 @@ class Log:
         ("tokens/s", "throughput/tokens_per_s", ",.0f"),
         ("rollout_s", "timing/rollout_s", ".2f"),
         ("train_s", "timing/train_s", ".2f"),
-    ]
-    # shares of a GPU's peaks, if these are known
-    GPU_COLUMNS = [
         ("  mfu", "throughput/mfu", ".1%"),
         ("  mbu", "throughput/mbu", ".1%"),
     ]
@@ -78,7 +75,7 @@ class Log:
         self.steps_done = steps_done
         self.folder = Path(args.output_dir)
         self.n_lines = 0  # of the table
-        self.columns = self.COLUMNS + (self.GPU_COLUMNS if peaks() else [])
+        self.columns = self.COLUMNS if peaks() else self.COLUMNS[:-2]  # else without shares
         self.writer = ThreadPoolExecutor(1)
         self.writing: list[Future] = []  # its files: the rollouts of a step, and an evaluation's
         self.listeners: list[Listener] = []

@@ -103,6 +103,7 @@ def write_rewards(folder: Path, rewards: dict[int, float]):
 def test_a_checkpoint_brings_all_back_but_the_changed_rate(tmp_path, process_group):
     """... and the rewards of a step that failed: its prompt 1 is taken again."""
     saved = make_run(tmp_path, lr=0.1, kl_target=0.1)
+    Log(saved.args, None, 0)
     save(saved, 3)
     run = make_run(tmp_path, lr=0.3, kl_target=0.1, resume=True)
     learner, before = run.learners["policy"], saved.learners["policy"]
@@ -113,7 +114,7 @@ def test_a_checkpoint_brings_all_back_but_the_changed_rate(tmp_path, process_gro
             for state in optimizer.state.values():
                 for tensor in state.values():
                     tensor.zero_()
-    checkpoints.resume(run, *checkpoints.read_checkpoint(run.args), ["lr"])
+    checkpoints.resume(run, *checkpoints.read_checkpoint(run.args, ""))
     assert (run.done, run.saved, run.kl.coef, learner.n_updates) == (3, 3, 0.5, 1)
     assert run.history == [[7, 0, 1.0], [5, 0]] and run.estimator_state == {1: 2.5}
     assert [group["lr"] for group in learner.groups] == [0.3, 0.5]
@@ -125,27 +126,33 @@ def test_a_checkpoint_brings_all_back_but_the_changed_rate(tmp_path, process_gro
 
 def test_a_run_that_reached_its_reward_is_complete_when_it_is_resumed(tmp_path, process_group):
     run = make_run(tmp_path, num_steps=8, stop_at_reward=0.5, resume=True)
+    Log(run.args, None, 0).write_about()
     write_rewards(tmp_path, {2: 0.4, 3: 0.6})
     for done, num_steps in (2, 8), (3, 3):
         save(run, done)
-        checkpoints.resume(run, *checkpoints.read_checkpoint(run.args), [])
+        checkpoints.resume(run, *checkpoints.read_checkpoint(run.args, ""))
         assert run.args.num_steps == num_steps
 
 
-def test_resume_prints_other_flags_and_refuses_other_rows(tmp_path, capsys):
-    flags = dict(output_dir=str(tmp_path), model="/models/a")
-    Log(Args(**flags), None, 0, "rows a")
-    history = {"history": []}
-    assert checkpoints.check_changes(Args(**flags, seed=1), "rows b", {}) == []
-    changed = Args(**flags, resume=True, seed=1, lr=0.1)
-    assert checkpoints.check_changes(changed, "rows a", history) == ["seed", "lr"]
+def test_resume_prints_other_flags_and_refuses_other_rows(tmp_path, process_group, capsys):
+    flags = dict(model="/models/a")
+    run = make_run(tmp_path, **flags)
+    Log(run.args, None, 0, "rows a")
+    run.history = []
+    save(run, 1)
+    flags["output_dir"] = str(tmp_path)
+    assert checkpoints.read_checkpoint(Args(**flags, seed=1), "rows b") == (None, {})
+    _, state = checkpoints.read_checkpoint(Args(**flags, resume=True, seed=1, lr=0.1), "rows a")
+    assert state["changed"] == ["seed", "lr"]
     assert "--lr was None so far, and is 0.1 from now on\n" in capsys.readouterr().out
     with pytest.raises(BadInput):
-        checkpoints.check_changes(Args(**flags, resume=True), "rows b", history)
+        checkpoints.read_checkpoint(Args(**flags, resume=True), "rows b")
     accepted = Args(**flags, resume="changed")
-    assert checkpoints.check_changes(accepted, "rows b", history) == []
+    assert checkpoints.read_checkpoint(accepted, "rows b")[1]["changed"] == []
+    run.history = [[7, 0]]
+    save(run, 2)
     with pytest.raises(BadInput):  # a sampler's history is about the other rows
-        checkpoints.check_changes(accepted, "rows b", {"history": [[7, 0]]})
+        checkpoints.read_checkpoint(accepted, "rows b")
 
 
 @pytest.mark.parametrize("edit, is_same", [
