@@ -1,10 +1,8 @@
 """Every bench in its smallest form: it ends with code 0 and prints its table. What fits a GPU."""
 
-import argparse
 import os
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 
@@ -84,48 +82,6 @@ def test_bench_in_a_process(words, pattern):
     assert_printed(pattern, done.stdout)
 
 
-# ---------------------------------------------------------------- bench/gpu.sh
-
-
-class Parsed(Exception):
-    """The flags of a bench are right."""
-
-
-def check_flags(file: str, flags: list[str], monkeypatch):
-    """Raises an error if train.py or a bench refuses these flags."""
-    if file == "train.py":
-        train.check_args(train.parse_args(flags))
-        return
-    parse = argparse.ArgumentParser.parse_args
-
-    def parse_alone(parser):
-        parse(parser, flags)
-        raise Parsed
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_alone)
-    with pytest.raises(Parsed):
-        runpy.run_path(str(REPO / file), run_name="__main__")
-    monkeypatch.undo()
-
-
-@pytest.mark.parametrize("plan", ["15", "30", "trl", "tiny"])
-def test_the_commands_of_a_plan_parse(plan, tmp_path, monkeypatch):
-    env = os.environ | {"DRY": "1"}
-    command = [REPO / "bench/gpu.sh", plan, tmp_path]
-    lines = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-    checked = []
-    for line in lines.splitlines():
-        name, limit, *words = shlex.split(line)
-        assert int(limit) > 0
-        if words[0] == "python":
-            file, *flags = words[words.index("--") + 2 :] if "--" in words else words[1:]
-            assert file == "-m" or (REPO / file).is_file()
-            if file == "train.py" or file.startswith("bench/"):
-                check_flags(file, flags, monkeypatch)
-                checked.append(name)
-    assert len(checked) == {"15": 12, "30": 16, "trl": 2, "tiny": 9}[plan]
-
-
 def test_a_part_that_fails_is_a_row(tmp_path):
     command = [REPO / "bench/gpu.sh", "tiny", tmp_path, "host", "replay_8192"]
     done = subprocess.run(command, capture_output=True, text=True)  # there is no run to replay
@@ -134,45 +90,41 @@ def test_a_part_that_fails_is_a_row(tmp_path):
     assert "--replay" in (tmp_path / "replay_8192.log").read_text()
 
 
-# ---------------------------------------------------------------- bench/fits.py
+def learner_of(folder, **flags) -> train.Learner:
+    """The policy of a run with bench/gpu.py's tiny model, sharded, on a CPU."""
+    gpu.build("tiny", folder)
+    args = train.Args(model=str(folder), dtype="bfloat16", shard=True, **flags)
+    train.complete_flags(args, cuda=False)
+    data.register_packed_attention()
+    return train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
+
+
+def size(tensors) -> int:
+    return sum(tensor.to_local().nbytes for tensor in tensors)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_what_fits_is_counted_as_a_run_has_it(rank, tmp_path, process_group, monkeypatch):
-    gpu.build("tiny", tmp_path)
-    args = train.Args(model=str(tmp_path), dtype="bfloat16", shard=True, lora_rank=rank)
-    train.complete_flags(args, cuda=False)
-    data.register_packed_attention()
-    accelerator = Accelerator(cpu=True)
-    learner = train.Learner(train.Policy(args), 1e-3, 1, args, accelerator)
+def test_what_fits_is_counted_as_a_run_has_it(rank, tmp_path, process_group):
+    learner = learner_of(tmp_path, lora_rank=rank)
+    net = learner.net
+    (optimizer,) = learner.optimizers
     batch = batch_of(6)
-    batch["advantages"] = torch.ones_like(batch["response_mask"])
-    found = {}
-
-    def size(tensors) -> int:
-        return sum(tensor.to_local().nbytes for tensor in tensors if tensor is not None)
-
-    def see_gradients(parameters, max_norm):
-        found["gradients"] = size(p.grad for p in parameters)
-        return torch.ones(())
-
-    monkeypatch.setattr(accelerator, "clip_grad_norm_", see_gradients)
-    columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
-    train.optimise(learner, train.policy_objective, batch, columns, range(6), args, accelerator)
-    found["weights"] = size(learner.net.parameters())
-    states = learner.optimizers[0].state.values()
-    found["adam"] = size(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
+    packed = net.pack(batch, data.in_prefix_order(batch, range(6)))
+    learner.wrapped(packed)["logprobs"].sum().backward()
+    optimizer.step()
+    states = optimizer.state.values()
+    found = {
+        "weights": size(net.parameters()),
+        "gradients": size(p.grad for p in net.parameters() if p.grad is not None),
+        "adam": size(state[name] for state in states for name in ("exp_avg", "exp_avg_sq")),
+    }
     assert found == fits.states(fits.SHAPES["tiny"], rank=rank)
-    n_parameters = sum(p.numel() for p in learner.net.parameters())
+    n_parameters = sum(p.numel() for p in net.parameters())
     assert n_parameters == fits.SHAPES["tiny"].parameters + fits.SHAPES["tiny"].adapters(rank)
 
 
 def test_activations_are_those_that_a_forward_pass_keeps(tmp_path, process_group):
-    gpu.build("tiny", tmp_path)
-    args = train.Args(model=str(tmp_path), dtype="bfloat16", shard=True)
-    train.complete_flags(args, cuda=False)
-    data.register_packed_attention()
-    learner = train.Learner(train.Policy(args), 0.0, 1, args, Accelerator(cpu=True))
+    learner = learner_of(tmp_path)
 
     def kept(n_rows: int) -> int:
         """Returns the bytes that a pass over so many rows of 64 tokens keeps, with its weights."""

@@ -1,7 +1,9 @@
 """README.md and docs/: their commands parse, their links lead to files, their tables are true."""
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +47,15 @@ def commands() -> list[str]:
             if match := COMMAND.match(line):
                 command = match[1].partition("#")[0]
                 found += [part.strip() for part in command.split("&&")]
+    for plan in ("30", "trl", "tiny"):
+        printed = subprocess.run(
+            ["bash", REPO / "bench/gpu.sh", plan, "gpu_runs"],
+            env=os.environ | {"DRY": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found += [line.split(" ", 2)[2] for line in printed.stdout.splitlines()]
     return sorted(set(found))
 
 
