@@ -118,9 +118,6 @@ async def solve(client, messages, tools=(CALCULATOR,)) -> list:
             messages.append({"role": "tool", "tool_call_id": made.id, "content": result})
 
 
-# ---------------------------------------------------------------- what continues, and what forks
-
-
 def as_a_framework_sends_it(message) -> dict:
     """With ids, keys and parts of its own, and trimmed."""
     words = message.content.strip()
@@ -215,9 +212,6 @@ def test_whatever_an_agent_does_each_token_is_in_one_output(play):
     assert max(engine.said) == max(outputs[-1].response_versions)  # who spoke last is last
 
 
-# ---------------------------------------------------------------- sampling parameters
-
-
 @pytest.mark.parametrize("how, params, line, said, reason", [
     (dict(temperature=0.1, seed=7), dict(max_tokens=50), "12" + END, "12", "stop"),
     (dict(max_tokens=99, stop="."), dict(max_tokens=50, stop=["."]), "12.", "12", "stop"),
@@ -238,9 +232,6 @@ def test_max_tokens_and_stop_are_the_agents(play, how, params, line, said, reaso
     sampled = said if reason == "length" else line
     end = "" if END in line else END
     assert_output(output, engine, (1, sampled), end + user_turn("More"), (2, "ok" + END))
-
-
-# ---------------------------------------------------------------- budgets, errors, time
 
 
 def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play):
