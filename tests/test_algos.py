@@ -12,7 +12,7 @@ import losses
 import train
 from agent_loop import BadInput
 from rollout import Rollouts
-from train import PRESETS, Args, check_args, check_registered, parse_args
+from train import Args, parse_args
 
 close = torch.testing.assert_close
 
@@ -21,16 +21,6 @@ def output(prompt: int, sample: int, mask: str, reward, segment: int = 0, **more
     """A trajectory with this mask, e.g. "1101"."""
     extra = {"prompt": prompt, "sample": sample, "segment": segment}
     return output_of([int(bit) for bit in mask], reward=reward, extra=extra, **more)
-
-
-@pytest.mark.parametrize("algo", PRESETS)
-def test_presets_are_flags_and_pass_the_checks(algo):
-    assert set(PRESETS[algo]) <= set(PRESETS["grpo"]) <= set(vars(Args()))
-    args = Args(algo=algo, ref_model="teacher" if algo == "opd" else None)
-    check_args(args)
-    check_registered(args)
-    for name, value in (PRESETS["grpo"] | PRESETS[algo]).items():
-        assert getattr(args, name) == value
 
 
 def test_a_flag_of_the_user_wins_over_the_preset_even_with_grpos_value():

@@ -348,7 +348,10 @@ def test_engine_and_trainer_agree_or_the_run_stops(difference, flags, ends, toke
 
 
 def test_defaults_pass_the_checks_and_flags_parse():
-    check_args(Args())
+    for algo in train.PRESETS:
+        args = Args(algo=algo, ref_model="x" if algo == "opd" else None)
+        check_args(args)
+        check_registered(args)
     check_args(Args(algo="opd", ref_model="x", kl_in="loss", kl_kind="top4"))
     flags = ["--deterministic", "--train_files", "a.parquet", "b.jsonl", "--save_every", "3"]
     args = parse_args(flags)

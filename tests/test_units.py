@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import batch_with_rewards, output_of
+from test_algos import output as played
 from torch.testing import assert_close as close
 
 import data
@@ -112,12 +113,6 @@ def test_a_rollout_cut_into_outputs_has_the_gradient_of_the_uncut_one(algo):
         close(gradient(pieces, columns, args), expected, atol=1e-6, rtol=1e-6)
 
 
-def played(prompt: int, sample: int, segment: int, reward=None, unit: str = "", group: str = ""):
-    """An output of two sampled tokens."""
-    extra = {"prompt": prompt, "sample": sample, "segment": segment}
-    return output_of([1, 1], [1, prompt], reward=reward, unit=unit, group=group, extra=extra)
-
-
 def advantages_of(outputs: list[AgentLoopOutput], **flags) -> list[float]:
     """Each output's advantage."""
     args = Args(**flags)
@@ -158,8 +153,9 @@ def test_siblings_of_a_tree_are_compared_with_each_other_alone():
     outputs = []
     for sample, leaves in enumerate([(1.0, 0.0), (1.0, 1.0)]):
         for n, reward in enumerate(leaves):
-            outputs.append(played(0, sample, n, reward, f"leaf {n}", f"{sample}/leaves"))
-        outputs.append(played(0, sample, 2, sum(leaves) / 2, "trunk"))
+            unit = dict(unit=f"leaf {n}", group=f"{sample}/leaves")
+            outputs.append(played(0, sample, "11", reward, n, **unit))
+        outputs.append(played(0, sample, "11", sum(leaves) / 2, 2, unit="trunk"))
     assert advantages_of(outputs, adv_estimator="drgrpo") == [0.5, -0.5, -0.25, 0, 0, 0.25]
     metrics = describe_eval(outputs, data.by_unit(outputs), [{}])
     assert metrics["eval/reward"] == pytest.approx((1 + 0.5 + 2 + 1) / 6)
@@ -181,16 +177,16 @@ def test_the_tasks_reward_is_asked_once_for_each_unit_without_one():
         return len(asked) + row.pop("answer")  # each gets a row of its own
 
     units = [("a", None), ("b", 0.5), ("a", None), ("", None)]
-    outputs = [played(0, 0, n, reward, unit) for n, (unit, reward) in enumerate(units)]
+    outputs = [played(0, 0, "11", reward, n, unit=unit) for n, (unit, reward) in enumerate(units)]
     assert graded(*outputs, reward=reward) == [4, 0.5, 4, 5] and asked == [2, 3]
     with pytest.raises(ValueError, match="output 0 of a rollout has another reward or group"):
-        graded(played(0, 0, 0, 0.5), played(0, 0, 1, 1.0))
-    assert graded(played(0, 0, 0, 0.5), played(0, 0, 1, 0.5)) == [0.5, 0.5]
+        graded(played(0, 0, "11", 0.5), played(0, 0, "11", 1.0, 1))
+    assert graded(played(0, 0, "11", 0.5), played(0, 0, "11", 0.5, 1)) == [0.5, 0.5]
 
 
 def test_a_unit_without_a_sampled_token_counts_in_its_groups_mean():
     """Its reward is on place 0, where no token is: it is compared with, but learns nothing."""
-    outputs = [played(0, sample, 0, reward) for sample, reward in enumerate((0.0, 1.0, 5.0))]
+    outputs = [played(0, sample, "11", reward) for sample, reward in enumerate((0.0, 1.0, 5.0))]
     outputs[2].response_mask = [0, 0]  # as if all its words were given
     batch = data.make_batch(outputs)
     rewards = data.place_rewards(batch, batch.units.outcomes)
