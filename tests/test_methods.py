@@ -2,17 +2,14 @@
 
 import json
 import math
-import time
 
 import pytest
 import torch
 from conftest import REPO, TINY, metrics_of, output_of, rollouts_of
 from safetensors.torch import load_file
 
-import flatrl.log
 from agent_loop import BadInput
 from examples import methods
-from flatrl import checkpoints
 from train import Args
 
 close = torch.testing.assert_close
@@ -29,7 +26,7 @@ from tiny_task import load as without
 import data
 from examples import methods
 from examples.methods import muon as optimizer, ruler as group_reward
-from losses import estimator, objective
+from losses import objective
 from pathlib import Path
 
 once = Path(__file__).with_name("once")
@@ -46,57 +43,30 @@ def load(split):
         rows[number]["demonstration"] = ["12", "<answer>3</answer>"]
     return rows
 
-@estimator("every")
-def every(outputs, rewards, groups, token_rewards, mask, logprobs_old, state, step, args):
-    state["steps"] = state.get("steps", 0) + 1
-    assert state["steps"] == step + 1
-    _, stats = methods.find_kl_cov(rewards, groups, mask, logprobs_old)
-    return methods.prm(outputs, token_rewards, mask, args), stats
-
 @objective("every")
-def every_loss(
-    logprobs, logprobs_old, ratio, advantages, batch_stats, demonstrated, clip_low, clip_high,
-    clip_c, step, num_steps, state,
-):
-    weighed, stats = methods.chord(
-        logprobs, ratio, advantages, demonstrated, clip_low, clip_high, clip_c, step, num_steps)
-    sampled = methods.kl_cov(logprobs, logprobs_old, ratio, advantages, batch_stats)
-    loss = torch.where(demonstrated, weighed, weighed + sampled / state["steps"])
-    if state["steps"] == 2 and once.exists():
+def every(logprobs, logprobs_old, ratio, advantages, batch_stats, step, state):
+    state["calls"] = state.get("calls", 0) + 1  # a step that failed must leave none
+    loss = methods.kl_cov(logprobs, logprobs_old, ratio, advantages, batch_stats)
+    if step == 1 and once.exists():
         once.unlink()
         loss = loss * float("nan")
-    return loss, stats | {{"chosen": batch_stats["chosen"]}}
+    calls = torch.full_like(loss, state["calls"])
+    return loss, {{"chosen": batch_stats["chosen"], "calls": calls}}
 """
 
 
-def test_every_door_in_one_run_that_fails_and_its_replay(train_here, tmp_path, monkeypatch):
-    """A gradient that is not finite costs no step, and no digit once the run is resumed: rollouts
-    are written before the checkpoint, however slow the disk is. Smaller micro-batches give the same
-    numbers."""
-    write, save = flatrl.log.write_whole, checkpoints.save_checkpoint
-    written = []
-
-    def write_slowly(*what):
-        time.sleep(0.2)
-        write(*what)
-
-    def look_and_save(run):
-        written.append((run.folder / f"rollouts/step_{run.done + 1:06d}.jsonl").exists())
-        save(run)
-
-    task, failed, out, again = (tmp_path / name for name in ("doors.py", "failed", "run", "again"))
+def test_every_door_in_one_run_that_fails_and_is_resumed(train_here, tmp_path):
+    """A gradient that is not finite costs no step, and no digit once the run is resumed."""
+    task, failed, out = (tmp_path / name for name in ("doors.py", "failed", "run"))
     task.write_text(EVERY_DOOR)
     (tmp_path / "once").touch()
     flags = [
-        *[*TINY, "--task", task, "--adv_estimator", "every", "--policy_loss", "every"],
+        *[*TINY, "--task", task, "--adv_estimator", "kl_cov", "--policy_loss", "every"],
         *["--num_steps", "2", "--epochs", "2", "--whiten_advantages", "--save_every", "0"],
         *["--eval_every", "-1", "--kl_coef", "0.1", "--ref_update", "0.5", "--deterministic"],
     ]
-    with monkeypatch.context() as patched, pytest.raises(BadInput, match="gradient norm is nan"):
-        patched.setattr(flatrl.log, "write_whole", write_slowly)
-        patched.setattr(checkpoints, "save_checkpoint", look_and_save)
+    with pytest.raises(BadInput, match="gradient norm is nan"):
         train_here(*flags, "--output_dir", failed)
-    assert written == [True]
     assert [row["step"] for row in metrics_of(failed)] == [1]
     train_here(*flags, "--output_dir", failed, "--resume")
     train_here(*flags, "--output_dir", out)
@@ -110,12 +80,6 @@ def test_every_door_in_one_run_that_fails_and_its_replay(train_here, tmp_path, m
     for line in rollouts_of(out, 2):  # the judge saw the whole group
         messages = json.dumps(line["messages"])
         assert line["reward"] == pytest.approx(sum(map(str.isdigit, messages)) / len(messages))
-    replay = [*flags, "--replay", out, "--tokens_per_micro_batch", "100", "--output_dir", again]
-    train_here(*replay)
-    names = ["actor/loss", "actor/imitation_loss", "actor/grad_norm", "actor/kl", "actor/chosen"]
-    for row, repeated in zip(rows, metrics_of(again), strict=True):
-        for name in names:
-            assert repeated[name] == pytest.approx(row[name], rel=1e-3, abs=1e-6), name
 
 
 def test_m2po_drops_the_largest_that_move_away():
