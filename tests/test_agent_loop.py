@@ -88,6 +88,7 @@ class Script:
     prompts: list[list[int]] = field(default_factory=list)
     params: list[dict] = field(default_factory=list)
     request_ids: set[str] = field(default_factory=set)
+    images: list = field(default_factory=list)
 
     async def generate(self, *, request_id, prompt_ids, sampling_params, image_data=None):
         assert len(self.prompts) < len(self.lines), "the script has fewer turns than the loop"
@@ -95,6 +96,7 @@ class Script:
         self.prompts.append(list(prompt_ids))
         self.params.append(dict(sampling_params))
         self.request_ids.add(request_id)
+        self.images.append(image_data)
         await asyncio.sleep(0)
         if isinstance(line, Exception):
             raise line
@@ -402,30 +404,24 @@ def test_a_rollout(play, lines, flags, parts, reason, answers):
     assert not answers or quiz.events[-1] == "finalize"
 
 
-@pytest.mark.parametrize("what", ["tool", "trajectory"])
-def test_past_a_deadline(play, what):
+def test_past_a_deadline(play):
     """A late call is an error that the model reads; a late rollout keeps and grades what it has."""
 
     class Late(Notes):
         execute = staticmethod(too_late)
 
     notes, turn = Late(), call("notes")
-    timeouts = {
-        "tool_timeout": 4 * HANGS,
-        "trajectory_timeout": 4 * HANGS,
-        f"{what}_timeout": HANGS,
-    }
-    lines = [turn, "sorry"] if what == "tool" else [SUM, turn]
-    output, engine = play(*lines, task=task_of(calculator.calculator, notes), **timeouts)
-    assert notes.events == ["create", "calc_reward", "release"] and not output.truncated
-    if what == "tool":
-        said = f"Error: notes took longer than {HANGS} seconds"
-        assert_response(output, engine, turn + END, tool_turn(said), "sorry" + END)
-        assert output.metrics["tool_timeouts"] == output.metrics["tool_timeouts/notes"] == 1
-        assert "tool_errors" not in output.metrics and output.stop_reason == "stop"
-    else:
-        assert_response(output, engine, SUM + END, tool_turn("2"), turn + END)
-        assert output.stop_reason == "timeout"
+    task = task_of(calculator.calculator, notes)
+    output, engine = play(turn, "sorry", task=task, tool_timeout=HANGS)
+    said = f"Error: notes took longer than {HANGS} seconds"
+    assert_response(output, engine, turn + END, tool_turn(said), "sorry" + END)
+    assert output.metrics["tool_timeouts"] == output.metrics["tool_timeouts/notes"] == 1
+    assert "tool_errors" not in output.metrics and output.stop_reason == "stop"
+
+    output, engine = play(SUM, turn, task=task, trajectory_timeout=HANGS)
+    assert_response(output, engine, SUM + END, tool_turn("2"), turn + END)
+    assert output.stop_reason == "timeout" and not output.truncated
+    assert notes.events == ["create", "calc_reward", "release"] * 2
 
 
 BOTH = ToolResponse("both", reward=0.5, metrics={"a": 1})

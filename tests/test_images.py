@@ -4,7 +4,7 @@ import asyncio
 import base64
 import io
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -64,10 +64,6 @@ def make_policy(args, processor) -> train.Policy:
     return train.Policy(args, len(processor.tokenizer), Vision(processor))
 
 
-def ids_of(processor, text: str) -> list[int]:
-    return encode(processor.tokenizer, text)
-
-
 def user(content) -> list[dict]:
     return [{"role": "user", "content": content}]
 
@@ -102,9 +98,6 @@ def play_all(policy, engine, background, args, processor, rows):
 def pack(batch: dict, rows) -> tuple[dict, list[int]]:
     micro = data.in_prefix_order(batch, rows)
     return data.pack_rows(batch, micro, CPU), micro.rows
-
-
-# ---------------------------------------------------------------- engine against trainer
 
 
 def differences(policy, outputs: list) -> torch.Tensor:
@@ -163,13 +156,10 @@ def test_qwen3_vl_agrees_with_the_engine_too(args, background, process_group, pr
     assert differences(policy, outputs).max() < 1e-4
 
 
-# ---------------------------------------------------------------- the packed forward pass
-
-
 def shown(processor, text: str, images: list, response="abcdef") -> AgentLoopOutput:
     """An output with these images in its prompt."""
-    ids = ids_of(processor, response)
-    prompt = expand(ids_of(processor, text), images, processor)
+    ids = encode(processor.tokenizer, response)
+    prompt = expand(encode(processor.tokenizer, text), images, processor)
     return output_of([1] * len(ids), prompt, ids, images=images)
 
 
@@ -215,26 +205,9 @@ def test_gradients_are_those_of_transformers_and_shared_prefixes_are_computed_on
         assert torch.allclose(p.grad, whole[f"model.{name}"], atol=1e-4, rtol=1e-3), name
 
 
-# ---------------------------------------------------------------- agent loops, a scripted engine
-
 LENGTHS = train.Args(
     max_images=4, max_prompt_tokens=400, max_response_tokens=400, max_model_len=800
 )
-
-
-@dataclass
-class Seeing(Script):
-    """The scripted engine for images: it expands placeholders as the engine does."""
-
-    processor: object = None
-    images: list = field(default_factory=list)
-
-    async def generate(self, *, prompt_ids, image_data=None, **request):
-        images = image_data or []
-        self.images.append([image.tobytes() for image in images])
-        out = await super().generate(prompt_ids=prompt_ids, **request)
-        out.prompt_ids = expand(prompt_ids, images, self.processor)
-        return out
 
 
 def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(processor):
@@ -244,20 +217,22 @@ def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(process
     second.save(file, "png")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
+    class Seeing(Script):
+        async def generate(self, **request):
+            out = await super().generate(**request)
+            out.prompt_ids = expand(out.prompt_ids, request["image_data"], processor)
+            return out
+
     class Agent(ChatAgentLoop):
         async def chat(self, client, prompt, **row):
             part = {"type": "image_url", "image_url": {"url": url}}
             await client.chat.completions.create(messages=[*prompt, *user([part])])
 
-    engine = Seeing(processor.tokenizer, ["red"], processor=processor)
+    engine = Seeing(processor.tokenizer, ["red"])
     agent = Agent(engine, processor.tokenizer, processor, None, LENGTHS)
     content = [{"type": "image"}, {"type": "text", "text": "Look."}]
     (output,) = asyncio.run(agent.run({}, prompt=user(content), images=[first]))
-    both = [first.tobytes(), second.tobytes()]
-    assert [image.tobytes() for image in output.images] == both == engine.images[0]
-
-
-# ---------------------------------------------------------------- rows
+    assert output.images == engine.images[0] == [first, second]
 
 
 def check_one(row: dict, args, processor, **more) -> list[dict]:
