@@ -150,15 +150,11 @@ def offload(run, device: torch.device | str):
         for learner in run.learners.values():
             for optimizer in learner.optimizers:
                 optimizer.state = tree_map(moved, optimizer.state)
-    networks = []
     if args.offload == "all":
-        if run.critic:
-            networks.append(run.critic.net)
-        # The reference may be the policy (--ref_update 1) or, with LoRA, a function of it.
-        if isinstance(run.reference, nn.Module) and run.reference is not run.policy.net:
-            networks.append(run.reference)
-    for network in networks:
-        network._apply(moved)  # as nn.Module.to does; this rank's part of a sharded network
+        for network in (run.critic and run.critic.net, run.reference):
+            # The reference may be the policy (--ref_update 1) or, with LoRA, a function of it.
+            if isinstance(network, nn.Module) and network is not run.policy.net:
+                network._apply(moved)  # as nn.Module.to does; this rank's part of a sharded one
 
 
 # ---------------------------------------------------------------- the micro-batch

@@ -238,12 +238,10 @@ def disagreement(tokenizer, batch, version: int, difference: float, bound: float
     row, position = divmod(largest, differences.shape[1])
     output = batch.outputs[row]
     text = tokenizer.decode(output.response_ids[position])
-    extra = output.extra
     return (
         f"engine and trainer disagree: their logprobs of step {version + 1} differ by "
-        f"{difference:.2g} on average, more than {bound:g}; most at prompt {extra['prompt']}, "
-        f"sample {extra['sample']}, segment {extra['segment']}, position {position} of the "
-        f"response, {text!r}: {batch['logprobs_rollout'][row, position]:.3g} in the engine, "
-        f"{batch['logprobs_old'][row, position]:.3g} in the trainer. For likely causes see "
+        f"{difference:.2g} on average, more than {bound:g}; most, by "
+        f"{differences[row, position]:.2g}, at prompt {output.extra['prompt']}, sample "
+        f"{output.extra['sample']}, position {position} of the response, {text!r}. See "
         "docs/running.md#engine-and-trainer-disagree"
     )

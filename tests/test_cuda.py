@@ -149,13 +149,12 @@ def test_the_rank_with_the_least_memory_decides(args, process_group, monkeypatch
     data.register_packed_attention()
     learner = train.Learner(train.Policy(args), 1e-3, 1, args, ACCELERATOR)
     monkeypatch.setattr(devices, "read_memory", lambda _, net, n: (n, 1e9))
-    monkeypatch.setattr(devices, "all_gather", lambda fits: [fits, [512]])
-    devices.fit_micro_batch({"policy": learner}, args, torch.device("cuda"), print)
-    assert args.tokens_per_micro_batch == 512
-    args.tokens_per_micro_batch = None
-    monkeypatch.setattr(devices, "all_gather", lambda fits: [fits, [127]])
-    devices.fit_micro_batch({"policy": learner}, args, torch.device("cuda"), print)
-    assert args.tokens_per_micro_batch == 128 and args.gradient_checkpointing
+    for least, found in (512, 512), (127, 128):
+        args.tokens_per_micro_batch = None
+        monkeypatch.setattr(devices, "all_gather", lambda fits, least=least: [fits, [least]])
+        devices.fit_micro_batch({"policy": learner}, args, torch.device("cuda"), print)
+        assert args.tokens_per_micro_batch == found
+    assert args.gradient_checkpointing
 
 
 def test_a_rank_without_a_gpu_is_refused(monkeypatch):

@@ -337,7 +337,7 @@ def test_engine_and_trainer_agree_or_the_run_stops(difference, flags, ends, toke
         args=args, log=log, engine=object(), tokenizer=tokenizer, mismatch_is_known=False
     )
     if ends == "stops":
-        said = f"prompt 0, sample 0, segment 0, position 2 of the response, '{tokenizer.decode(7)}'"
+        said = f"prompt 0, sample 0, position 2 of the response, '{tokenizer.decode(7)}'"
         with pytest.raises(BadInput, match=said):
             train.check_agreement(run, batch, 7, found)
         assert closed == [run] and not warned
