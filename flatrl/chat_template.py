@@ -358,12 +358,12 @@ class ChatTemplate:
         stop_text = self.tokenizer.decode([self._end_of(turn) if stop is None else stop])
         # Between the last word and the stop token is the syntax that ends a call or a thought.
         syntax, found, rest = new_tail.partition(stop_text)
-        if stop is None:  # the policy wrote the syntax, but no stop token
-            return found + rest if found and tail.startswith(syntax) else new_tail
         # White space around the syntax is the template's, not the policy's.
-        if not found or not tail.strip().startswith(syntax.strip()):
-            raise RewritesHistory("the chat template ends this turn in another way")
-        return rest
+        if found and tail.strip().startswith(syntax.strip()):
+            return found + rest if stop is None else rest
+        if stop is None and not turn.get("tool_calls"):  # the answer's word ended the turn
+            return new_tail
+        raise RewritesHistory("the chat template ends this turn in another way")
 
     @functools.cached_property
     def looks_far_back(self) -> bool:

@@ -268,6 +268,11 @@ KINDS = {
     "hides text": f"({CALLS} or m.content)",
     # functionary writes arguments as Python does.
     "arguments by repr": "m.content + (m.tool_calls | string if m.tool_calls else '')",
+    # Nemotron Nano v2 writes a newline after an earlier call.
+    "newline after calls": "m.content + " + CALLS + " + ('\n' if m.tool_calls and not loop.last else '')",
+    # Apriel 1.5 writes the ids of earlier calls alone.
+    "ids of earlier calls": "m.content + "
+                            f"(m.tool_calls[0].function | tojson if m.tool_calls and loop.last else {CALLS})",
 }
 
 
