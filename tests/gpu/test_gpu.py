@@ -38,14 +38,11 @@ def model_path(tmp_path_factory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("what, bytes_of_parameter", [
-    ("optimizer", 8),  # Adam's two states
-    ("all", 10),  # the reference, too, in bfloat16
-])  # fmt: skip
-def test_offload_frees_the_gpu(model_path, what, bytes_of_parameter):
+def test_offload_frees_the_gpu(model_path):
+    """Of Adam's two states, and of the reference, which is in bfloat16."""
     args = train.Args(
-        model=model_path, max_prompt_tokens=512, max_response_tokens=512, offload=what, kl_coef=0.1,
-        tokens_per_micro_batch=16384,
+        model=model_path, max_prompt_tokens=512, max_response_tokens=512, offload="all",
+        kl_coef=0.1, tokens_per_micro_batch=16384,
     )  # fmt: skip
     accelerator, _ = devices.start_processes(args)
     train.complete_flags(args, cuda=True)
@@ -68,8 +65,8 @@ def test_offload_frees_the_gpu(model_path, what, bytes_of_parameter):
     devices.offload(run, "cpu")
     freed = allocated - torch.cuda.memory_allocated()
     n = sum(p.numel() for p in policy.net.parameters())
-    print(f"--offload {what}: {freed / GIB:.2f} GiB freed of {n / 1e9:.2f} B parameters")
-    assert freed > bytes_of_parameter * 0.99 * n
+    print(f"--offload all: {freed / GIB:.2f} GiB freed of {n / 1e9:.2f} B parameters")
+    assert freed > (8 + 2) * 0.99 * n
     devices.offload(run, accelerator.device)
     assert torch.cuda.memory_allocated() > allocated * 0.99
     update()
