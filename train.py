@@ -394,8 +394,14 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
             metrics |= update_policy(run, batch, rows, step, before_pass)
             before_pass = None
             run.clock.lap("policy")
-        if run.critic:
-            metrics |= update_critic(run, batch, rows, before_pass)
+        if run.critic:  # which does not learn from demonstrations
+            names = ["response_mask", "unit_tokens", "values", "returns"]
+            of_critic, _ = optimise(
+                run.critic, value_objective, batch, names, rows, args, run.accelerator,
+                before_pass=before_pass,
+            )
+            metrics["critic/vf_loss"] = of_critic.pop("critic/loss")
+            metrics |= of_critic
             before_pass = None
             run.clock.lap("critic")
         updates.append(metrics)
@@ -432,19 +438,6 @@ def update_policy(
     )
     if "logprobs_old" not in batch:  # this is the only update of the step, of all rows
         batch["logprobs_old"] = all_sum(logprobs)  # to be compared with the engine's
-    return metrics
-
-
-def update_critic(
-    run: "Run", batch: data.Batch, rows: list[int], before_pass: Callable | None
-) -> dict[str, float]:
-    """Takes one optimiser step of the critic on these rows, without demonstrations."""
-    names = ["response_mask", "unit_tokens", "values", "returns"]
-    metrics, _ = optimise(
-        run.critic, value_objective, batch, names, rows, run.args, run.accelerator,
-        before_pass=before_pass,
-    )
-    metrics["critic/vf_loss"] = metrics.pop("critic/loss")
     return metrics
 
 
