@@ -281,9 +281,7 @@ def _write_policy(folder, model, dtype, generation, tokenizer, adapter, card):
     with refusing("the policy's adapter, configuration or tokenizer can't be saved"):
         model.config.dtype = dtype  # not the network's
         model.config.save_pretrained(temporary)
-        generation.to_json_file(
-            temporary / "generation_config.json", keys_to_pop=["compile_config"]
-        )
+        generation.to_json_file(temporary / "generation_config.json")
         if adapter:
             config = replace(model.peft_config["default"], inference_mode=True)
             config.save_pretrained(temporary / "adapter")
