@@ -45,6 +45,27 @@ def hf_logprobs(model, prompt: list[int], response: list[int]):
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
+def test_the_engine_refuses_a_call_out_of_order(engine, tiny_model):
+    """Nothing is sampled from stale weights (decision 2)."""
+    weights = dict(hf_model(tiny_model).named_parameters())
+    steps = {  # each needs the state that the one before it leaves
+        "wake_weights": engine.wake_weights,
+        "load_weights": lambda: engine.load_weights(weights.items(), 7),
+        "wake_kv": engine.wake_kv,
+        "sleep": engine.sleep,
+    }
+    for due, take in steps.items():
+        others = [other for name, other in steps.items() if name != due]
+        if due != "sleep":
+            others.append(engine.step)
+        for other in others:
+            with pytest.raises(RuntimeError, match="this call needs"):
+                other()
+        with torch.no_grad():
+            take()
+    assert engine.state == "asleep" and engine.version == 7
+
+
 def test_seed_is_a_function_of_run_seed_trajectory_and_turn(engine, background, tiny_model):
     def sample(n: int) -> list[list[int]]:
         outs = generate(engine, background, [PROMPTS[0]] * n, temperature=1.0, max_tokens=12)
