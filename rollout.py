@@ -23,6 +23,7 @@ import gc
 import itertools
 import json
 import math
+import pickle
 import sys
 import threading
 import time
@@ -782,7 +783,8 @@ def _checked_reward(reward, row, file):
         float(score)
     except Exception as error:  # of any type, from an array or a class of the user
         raise BadReward(
-            f"{file}: its reward is {reward!r:.80} for the row with index {row.get('index')}: "
+            f"{file}: its reward is {' '.join(repr(reward).split()):.80} for the row with index "
+            f"{row.get('index')}: "
             'return a number (0 for a wrong answer), or a dict with one under "score"; to leave a '
             "rollout out, raise an error"
         ) from error
@@ -933,7 +935,9 @@ class Pool:
             # The row is read in here, as a bad one of a large table raises.
             row = copy_row(self.row_of(member.prompt))
             outputs = await run_agent_loop(self.run, member, row, self.sampling)
-            kept = copy.deepcopy([*map(compact, outputs)])  # a reward may change its own
+            # A copy, as a reward may change its own. What can't be pickled fails here, not when all
+            # rollouts are sent to the other ranks.
+            kept = pickle.loads(pickle.dumps([*map(compact, outputs)]))
         except BaseException as error:  # a CancelledError, too, that the agent itself caused
             if self.future.cancelled():
                 raise
@@ -987,13 +991,15 @@ class Pool:
         """Returns what a reward may write of each output or, if the reward failed, an error."""
         try:
             await grade_rollout(self.run, outputs, self.row_of(member.prompt), reward)
+            names = ("reward", "turn_rewards", "metrics")
+            grades = [{name: getattr(output, name) for name in names} for output in outputs]
+            pickle.dumps(grades)  # they are sent to the other ranks
         except BaseException as error:
             if self.future.cancelled():
                 raise
             kind = "no_reward" if isinstance(error, BadReward) else "failed_reward"
             return self._failure(kind, member, error)
-        names = ("reward", "turn_rewards", "metrics")
-        return [{name: getattr(output, name) for name in names} for output in outputs]
+        return grades
 
     async def _has_no_signal(self, group: Rollouts) -> bool:
         """Returns whether dynamic sampling replaces the group (DAPO, arXiv 2503.14476, 3.2)."""
@@ -1088,7 +1094,7 @@ class Pool:
         n_before = self.store.add("ended", 0)
         n_seen = None
         while not self.run.stop.requested:
-            # Usually the only access to the store between two steps of the engine.
+            # Usually this and the line above alone use the store between two steps of the engine.
             n_ended = self.store.add("ended", 0)
             bar.update(n_ended - n_before - bar.n)
             if n_ended != n_seen:

@@ -1,8 +1,10 @@
 """What a model's chat template does: a chat as ids, and what new messages add to it.
 
-The template is never read, only used. Each text that the assistant said, or that a made-up chat
-says, is replaced by a word of its own. So a word that is missing was left out, and what follows
-the last word ends the turn. `ChatTemplate.suffix` is what happens between two turns."""
+The template is never read, only used: on chats of the run, and before it on made-up ones. Each
+text that the assistant said, or that a made-up chat says, is replaced by a word of its own. So a
+word that is missing was left out, and what follows the last word ends the turn.
+`ChatTemplate.suffix` is what happens between two turns: the caller appends its ids to the prompt
+and the sampled ids, which are never encoded again."""
 
 import copy
 import functools
@@ -56,11 +58,12 @@ class Texts:
 
         begins: whether the text begins a sequence. If not, the tokenizer puts no space before it.
         No special tokens are added, because the template writes them all, BOS included."""
-        # Some templates write arguments and tools as Python or JSON does, with escapes.
+        # Some templates write arguments and tools as Python or JSON does, with the break escaped.
         first, *pieces = text.replace("\\ufdd0", TOKEN_BREAK).split(TOKEN_BREAK)
         ids = self._encoded(first, begins)
         for piece in pieces:
-            # The first character alone, so that no control token begins with it, or is it.
+            # The first character alone, so that no control token begins with it. If the character
+            # is a control token itself, it is dropped.
             for number in self._encoded(piece[:1], False):
                 if number not in self.controls:
                     ids.append(number)
@@ -68,7 +71,7 @@ class Texts:
         return ids
 
     def _encoded(self, text, begins):
-        # After the EOS token, so that no space is put before the first word.
+        # After the EOS token, one id, so that no space is put before the first word.
         start = "" if begins else self.tokenizer.eos_token or ""
         ids = self.tokenizer.encode(start + text, add_special_tokens=False)
         return ids[1:] if start else ids
@@ -148,10 +151,11 @@ def _split(text, words):
 
 
 class Recent:
-    """The part of a growing chat that a suffix depends on. Its length does not grow.
+    """The part of a growing chat that a suffix depends on. It stays short.
 
-    It is what precedes the assistant's first turn, the last earlier round of each kind, and the
-    latest round. So a template can look back at the last turn with a thought, for example."""
+    A round is a turn of the assistant and the messages that answer it. The part is what precedes
+    the first turn, the last earlier round of each kind, and the latest round. So a template can
+    look back at the last turn with a thought, for example."""
 
     def __init__(self):
         self.rounds = [[]]  # the first one precedes the assistant's first turn
@@ -251,10 +255,10 @@ class ChatTemplate:
         start, end = map(re.escape, (self.think_start, self.think_end))
         self.empty_thought = re.compile(rf"{start}\s*{end}\s*")
         self._cached_ids = functools.lru_cache(maxsize=64)(self.texts.ids)
-        # For `text`, which the probes below use.
+        # For `text`, which writes the made-up chats below.
         self.no_tools = None
         self.shows_thoughts = self.shows_thoughts_beside_calls = True
-        if self.problem([USER]):  # for chats with tools alone, as Hermes-2-Pro's: [] will do
+        if self.problem([USER]):  # Hermes-2-Pro's needs tools: an empty list will do
             self.no_tools = []
         shown = [not self.problem([USER, turn]) for turn in (THOUGHT, CALL_AFTER_THOUGHT)]
         self.shows_thoughts, self.shows_thoughts_beside_calls = shown
@@ -340,13 +344,13 @@ class ChatTemplate:
 
             head      "...assistant\\nProbe0001000"
             tail      "<|im_end|>\\n"
-            new_head  the same but for empty thoughts, or the history is rewritten
+            new_head  as head, but for empty thoughts; otherwise the history is rewritten
             new_tail  "<|im_end|>\\n<|im_start|>user\\n2?...", of which the stop token is known"""
         *earlier, turn = history
         if not turn.get("tool_calls"):
             turn = turn | {"content": "?"}  # becomes a word, even if the answer is empty
         elif not self.shows_text_beside_calls:
-            turn = turn | {"content": ""}  # its word would seem to be left out
+            turn = turn | {"content": ""}  # never written: its word would be missing
         chat = _in_words([*earlier, turn], "assistant")
         words = WORD.findall(str(chat[-1]))
         head, tail = _split(self.text(chat, tools), words)
@@ -361,7 +365,8 @@ class ChatTemplate:
         # White space around the syntax is the template's, not the policy's.
         if found and tail.strip().startswith(syntax.strip()):
             return found + rest if stop is None else rest
-        if stop is None and not turn.get("tool_calls"):  # the answer's word ended the turn
+        # An answer that a stop string or a limit ended, where nothing closes a turn (GLM).
+        if stop is None and not turn.get("tool_calls"):
             return new_tail
         raise RewritesHistory("the chat template ends this turn in another way")
 
@@ -420,7 +425,8 @@ class ChatTemplate:
         chat = [USER, *messages]
         if self.problem(chat):
             return []
-        return self.texts.special_ids(WORD.split(self.text(_in_words(chat)))[2])
+        _, _, after, *_ = WORD.split(self.text(_in_words(chat)))  # the user's word comes first
+        return self.texts.special_ids(after)
 
     def _end_of(self, turn):
         """Returns the id of the token that ends a turn."""
@@ -443,7 +449,7 @@ class ChatTemplate:
             text = re.sub(pattern, "", text, flags=re.DOTALL)
         else:
             reasoning, text = split_reasoning(text, self.think_start, self.think_end, opened)
-            if reasoning is not None:
+            if reasoning is not None:  # "\n\n", for example, is between thought and answer
                 text = text.removeprefix(self.after_thought.partition(self.think_end)[2])
         frame = self.before_answer.strip()
         if frame:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from flatrl.attention import packed_attention
 from flatrl.bad_input import need, refusing
@@ -143,13 +143,15 @@ def offload(run, device: torch.device | str):
     args = run.args
 
     def moved(tensor):
+        if not tensor.ndim:  # Adam's number of steps, which torch may keep on the CPU
+            return tensor
         pinned = device == "cpu" and torch.cuda.is_available()
         return torch.empty_like(tensor, device=device, pin_memory=pinned).copy_(tensor)
 
     if args.offload != "none":
         for learner in run.learners.values():
             for optimizer in learner.optimizers:
-                optimizer.state = tree_map(moved, optimizer.state)
+                optimizer.state = tree_map_only(torch.Tensor, moved, optimizer.state)
     if args.offload == "all":
         for network in (run.critic and run.critic.net, run.reference):
             # The reference may be the policy (--ref_update 1) or, with LoRA, a function of it.

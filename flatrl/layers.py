@@ -1,6 +1,5 @@
 """A transformers model's layers, made ready for training: no dropout, attention, LoRA."""
 
-import contextlib
 import json
 import math
 from functools import partial
@@ -11,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from flatrl.bad_input import BadInput, need, refusing
+from flatrl.bad_input import BadInput, need, reason, refusing
 from flatrl.processes import on_main
 
 LORA_ALPHA = 32  # adapters are scaled by this over their rank
@@ -80,16 +79,21 @@ def _find_attention(policy, probe, args) -> tuple[str, bool]:
     logits = logits[packed["source"], : policy.vocab_size] / args.temperature
     logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])
     expected = logprobs[packed["prediction"], 0]
+    failure = ""
     for attention, is_packed in (("packed", True), (own_attention, False)):
         model.set_attn_implementation(attention)
         policy.is_packed = is_packed
-        with contextlib.suppress(Exception), _Float32():  # a model may raise what it likes
-            found = policy(policy.pack(PROBE, probe))["logprobs"].flatten()
-            if torch.allclose(found, expected, rtol=1e-3, atol=1e-3 / args.temperature):
-                return attention, is_packed
+        try:
+            with _Float32():
+                found = policy(policy.pack(PROBE, probe))["logprobs"].flatten()
+        except Exception as error:  # a model may raise what it likes
+            failure = f" ({reason(error)})"
+            continue
+        if torch.allclose(found, expected, rtol=1e-3, atol=1e-3 / args.temperature):
+            return attention, is_packed
     raise BadInput(
         f"{args.model} makes logits in a way that token_logprobs doesn't implement: only a "
-        "product, a scale and a soft cap are"
+        f"product, a scale and a soft cap are{failure}"
     )
 
 

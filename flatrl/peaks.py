@@ -47,10 +47,11 @@ def count_parameters(model: nn.Module) -> tuple[float, float]:
 def shares_of_peaks(metrics: dict, model: nn.Module, args) -> dict[str, float]:
     """Returns what a step's metrics are of the GPUs' peaks; {} without these or in float32.
 
-        throughput/mfu   FLOPs of the policy's scoring and updates: 2 for each parameter and token
-                         forward, 4 backward, with LoRA 2; without attention and recomputation, and
-                         as if the head saw every token
-        throughput/mbu   bytes of the engine's weights, which a model step reads at least"""
+        throughput/mfu   FLOPs of the policy's scoring and updates: for each parameter and token 2
+                         forward and 4 backward (LoRA: 2 backward); without attention and
+                         recomputation, and as if the head saw every token
+        throughput/mbu   bytes of all the engine's weights, which a model step reads once; of few
+                         tokens it reads only some experts of a mixture"""
     peak = peaks()
     if peak is None or args.dtype != "bfloat16":
         return {}

@@ -26,7 +26,7 @@ PATIENCE = datetime.timedelta(hours=4)
 STOPPING = (
     b"\nstopping: the run saves, then ends. A launcher kills it after "
     b"TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds, by default 30. An update is dropped after half of "
-    b"these, or at a second signal\n"
+    b"these, or at the next Ctrl-C\n"
 )
 STOP = "stop"  # the key under which the ranks' store counts those that were asked to stop
 # How many seconds an update has after a signal: half of those that a launcher allows.
