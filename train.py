@@ -1053,6 +1053,8 @@ def finish(run: Run, problem: Exception | None = None):
     Raises the problem that has ended the training, if any, and BadInput if saving fails."""
     args = run.args
     say = run.log.say
+    for learner in run.learners.values():  # an update may have been dropped
+        learner.net.zero_grad(set_to_none=True)
     put_to_sleep(run)
     if not args.rollout_only:
         checkpoints.save_checkpoint(run)

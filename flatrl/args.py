@@ -503,9 +503,8 @@ def complete_flags(args: Args, cuda: bool):
         "max_model_len": args.window,
     })
     if not cuda or args.rollout_only or not args.num_steps:  # else fit_micro_batch gives these
-        args.fill({"tokens_per_micro_batch": max(args.window, 16384)})
-    if args.tokens_per_micro_batch:
-        args.fill({"gradient_checkpointing": False})
+        tokens = max(args.window, 16384)
+        args.fill({"tokens_per_micro_batch": tokens, "gradient_checkpointing": False})
     args.output_dir = os.path.realpath(os.path.expanduser(args.output_dir))
     if args.replay:
         args.num_steps = steps_to_replay(args)

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map_only
 from flatrl.attention import packed_attention
 from flatrl.bad_input import need, refusing
 from flatrl.launch import n_cores
-from flatrl.layers import recompute_activations
+from flatrl.layers import recomputable_layers, recompute_activations
+from flatrl.peaks import count_parameters
 from flatrl.processes import PATIENCE, all_gather, ranks_of_host, use_gpu_of_rank
 
 # In smaller passes a GPU waits for Python: launching one takes about 0.3 s, in which an H100 that
@@ -163,19 +164,22 @@ def offload(run, device: torch.device | str):
 
 
 def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[str], None]):
-    """Sets --tokens_per_micro_batch to what fits the GPUs, unless it is given.
+    """Sets --tokens_per_micro_batch and --gradient_checkpointing by the GPUs' memory, if not given.
 
-    The rank with the least memory decides. Unless --gradient_checkpointing is given, it is turned
-    on where micro-batches would otherwise be too small to keep a GPU busy. learners: by name."""
-    if device.type != "cuda" or args.tokens_per_micro_batch:
+    The rank with the least memory decides. Activations are recomputed where micro-batches would
+    otherwise be too small to keep a GPU busy, or smaller than what is given. learners: by name."""
+    given = args.tokens_per_micro_batch
+    if device.type != "cuda" or (given and args.gradient_checkpointing is not None):
         return
     models = [learner.net.model for learner in learners.values()]
     n_rows = args.prompts_per_step // args.updates_per_epoch * args.group_size
     most = math.ceil(n_rows / dist.get_world_size()) * args.window  # a rank's share of an update
-    flops_of_token = (4 if args.lora_rank else 6) * models[0].num_parameters()
-    enough = max(args.window, min(most, int(FLOPS_OF_A_PASS / flops_of_token)))
+    _, n_used = count_parameters(models[0])  # the policy's
+    flops_of_token = (4 if args.lora_rank else 6) * n_used
+    enough = given or max(args.window, min(most, int(FLOPS_OF_A_PASS / flops_of_token)))
     tokens = _tokens_that_fit(learners, args)
-    if tokens < enough and args.gradient_checkpointing is None:
+    can_recompute = all(map(recomputable_layers, models))
+    if tokens < enough and args.gradient_checkpointing is None and can_recompute:
         args.gradient_checkpointing = True
         for model in models:
             recompute_activations(model)
@@ -183,7 +187,7 @@ def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[s
     args.fill({"gradient_checkpointing": False})
     most = enough if args.gradient_checkpointing else most
     # The longest rollout must be tried, whatever is predicted.
-    args.tokens_per_micro_batch = max(args.window, min(tokens, most))
+    args.tokens_per_micro_batch = given or max(args.window, min(tokens, most))
     flags = ("tokens_per_micro_batch", "gradient_checkpointing")
     say("by memory: " + " ".join(f"--{name} {getattr(args, name)}" for name in flags))
 
@@ -252,6 +256,8 @@ def start_processes(args):
             torch.set_num_threads(max(1, n_cores() // ranks_of_host()))
             # The thread that starts the GPU's operations must not wait 5 ms for each tool.
             sys.setswitchinterval(2e-4)
+    # With accelerate's usual "true", transformers loads zeros on all ranks but the first.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     dtype = device_defaults(args, not cpu_only)["dtype"]
     precision = "bf16" if dtype == "bfloat16" else "no"
     accelerator = Accelerator(cpu=cpu_only, mixed_precision=precision)

@@ -44,13 +44,18 @@ def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
         recompute_activations(model)
 
 
+def recomputable_layers(model: nn.Module) -> list[nn.Module]:
+    """Returns the layers whose activations can be computed again in the backward pass."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+
+
 def recompute_activations(model: nn.Module):
     """Makes each layer recompute its activations in the backward pass.
 
     Raises BadInput if the model's code has no layers of transformers' kind for it."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+    layers = recomputable_layers(model)
     need(layers, f"--gradient_checkpointing: {type(model).__name__} names no layers for it")
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

@@ -113,7 +113,10 @@ def test_frozen_weights_take_half_the_memory_and_no_number_changes(
     ({"group_size": 2, "prompts_per_step": 2, "prompts_per_mini_batch": 1}, 10**9, (256, False, 3)),
     ({"gradient_checkpointing": False}, 10**9, (1015, False, 3)),
     ({"gradient_checkpointing": True}, 10**9, (10150, True, 6)),
-    ({"tokens_per_micro_batch": 200}, 1, (200, False, 0)),
+    # Given: recomputed only if it would not fit.
+    ({"tokens_per_micro_batch": 1015}, 1, (1015, False, 3)),
+    ({"tokens_per_micro_batch": 2000}, 1, (2000, True, 9)),
+    ({"tokens_per_micro_batch": 2000, "gradient_checkpointing": False}, 1, (2000, False, 0)),
 ])  # fmt: skip
 def test_a_micro_batch_fits_every_gpu(args, process_group, monkeypatch, flags, enough, expected):
     """On a made-up card, whose passes really compute. expected: the flags, and how often a layer
@@ -164,3 +167,15 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(BadInput, match="more processes than GPUs: give --num_processes 4"):
         devices.start_processes(Args())
+
+
+def test_every_rank_loads_the_weights(process_group, monkeypatch):
+    """With accelerate's usual config for FSDP, transformers would give zeros to some."""
+    from transformers.distributed.fsdp import is_fsdp_enabled
+
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "true")
+    assert is_fsdp_enabled()
+    monkeypatch.setattr(devices, "Accelerator", lambda **_: None)  # there is one already
+    devices.start_processes(train.Args())
+    assert not is_fsdp_enabled()

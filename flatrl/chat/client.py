@@ -50,11 +50,12 @@ class ChatClient:
         self.refused = None  # "length" or "max_turns" if the last call got no reply
         self.chat = self.completions = self  # for client.chat.completions.create
 
-    async def create(self, *, extra_body=None, **request):
+    async def create(self, *, extra_body=None, timeout=None, extra_headers=None, **request):
         """Returns an openai ChatCompletion, with vLLM's prompt_token_ids and token_ids.
 
         flatrl/chat/openai_api.py lists what a request may hold. Its `chat_template_kwargs` override
-        --chat_template_args. Raises ValueError for what is refused there, for a stream, and for
+        --chat_template_args. timeout and extra_headers are options of OpenAI's client, without
+        effect. Raises ValueError for what is refused there, for a stream, and for
         content other than text and, for vision models, images as data: URLs."""
         asked = read_request(request | (extra_body or {}))
         sampling = dict(self.sampling_params)

@@ -117,8 +117,9 @@ class ChatEndpoint:
         form: puts an error into the words of the API."""
         client, key = self.clients.get(request.match_info["name"], (None, ""))
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        sent = request.headers.get("x-api-key", bearer)  # Anthropic's way, or else OpenAI's
-        is_right = hmac.compare_digest(sent.encode(errors="surrogateescape"), key.encode())
+        sent = bearer, request.headers.get("x-api-key", "")  # OpenAI's way, Anthropic's
+        sent = [each.encode(errors="surrogateescape") for each in sent]
+        is_right = any(hmac.compare_digest(each, key.encode()) for each in sent)
         if client is None or not is_right:
             problem = form("unknown rollout or wrong key", "invalid_api_key")
             return web.json_response(problem, status=401)
