@@ -72,7 +72,8 @@ step rollout_lora 120 "$large" --lora_rank 16 --num_steps 2 --rollout_only
 replay=(--lora_rank 16 --replay "$out/rollout_lora")
 step replay_recomputed 80 "$large" "${replay[@]}" --tokens_per_micro_batch 16384 \
     --gradient_checkpointing true
-step replay_8192 80 "$large" "${replay[@]}" --tokens_per_micro_batch 8192
+step replay_8192 80 "$large" "${replay[@]}" --tokens_per_micro_batch 8192 \
+    --gradient_checkpointing false
 update=(bench/update.py --model "$small" --case 32 64 "$tokens" --rows 256 --only flatrl)
 recorded update 75 "${update[@]}"
 recorded update_compiled 110 "${update[@]}" --compile
