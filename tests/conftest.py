@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -319,9 +320,12 @@ def metrics_of(folder: Path, timings: bool = False) -> list[dict]:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below the ports that Linux gives to connections: one of those could take it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def lines(file: Path) -> int:

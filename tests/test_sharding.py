@@ -52,6 +52,8 @@ def found(plain, tiny_model, untied_model, vision_model) -> dict:
         arguments = host, port, plain["folder"], tiny_model, untied_model, vision_model
         command = [sys.executable, "tests/sharding_worker.py", *map(str, arguments)]
         hosts.append(subprocess.Popen(command, cwd=REPO, env=clean_env()))
+    if hosts[0].wait():
+        hosts[1].kill()  # it would wait for the first one
     assert [host.wait() for host in hosts] == [0, 0]
     return torch.load(plain["folder"] / "found", weights_only=False)
 
