@@ -19,7 +19,7 @@ from flatrl.attention import packed_attention
 from flatrl.bad_input import need, refusing
 from flatrl.launch import n_cores
 from flatrl.layers import recomputable_layers, recompute_activations
-from flatrl.peaks import count_parameters
+from flatrl.peaks import count_parameters, update_flops
 from flatrl.processes import PATIENCE, all_gather, ranks_of_host, use_gpu_of_rank
 
 # In smaller passes a GPU waits for Python: launching one takes about 0.3 s, in which an H100 that
@@ -175,7 +175,7 @@ def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[s
     n_rows = args.prompts_per_step // args.updates_per_epoch * args.group_size
     most = math.ceil(n_rows / dist.get_world_size()) * args.window  # a rank's share of an update
     _, n_used = count_parameters(models[0])  # the policy's
-    flops_of_token = (4 if args.lora_rank else 6) * n_used
+    flops_of_token = update_flops(args) * n_used
     enough = given or max(args.window, min(most, int(FLOPS_OF_A_PASS / flops_of_token)))
     tokens = _tokens_that_fit(learners, args)
     can_recompute = all(map(recomputable_layers, models))

@@ -44,12 +44,19 @@ def count_parameters(model: nn.Module) -> tuple[float, float]:
     return total, used
 
 
+def update_flops(args) -> int:
+    """Returns the FLOPs of an update for each parameter that a token uses.
+
+    2 are forward and 4 backward. LoRA has no gradients of the weights, so 2 backward."""
+    return 4 if args.lora_rank else 6
+
+
 def shares_of_peaks(metrics: dict, model: nn.Module, args) -> dict[str, float]:
     """Returns what a step's metrics are of the GPUs' peaks; {} without these or in float32.
 
-        throughput/mfu   FLOPs of the policy's scoring and updates: for each parameter and token 2
-                         forward and 4 backward (LoRA: 2 backward); without attention and
-                         recomputation, and as if the head saw every token
+        throughput/mfu   FLOPs of the policy's scoring (2 for each parameter and token) and updates
+                         (`update_flops`), without attention and recomputation, and as if the head
+                         saw every token
         throughput/mbu   bytes of all the engine's weights, which a model step reads once; of few
                          tokens it reads only some experts of a mixture"""
     peak = peaks()
@@ -61,7 +68,7 @@ def shares_of_peaks(metrics: dict, model: nn.Module, args) -> dict[str, float]:
     n_tokens = metrics.get("batch/unique_tokens", 0)  # of an update, on all ranks
     n_flops = seconds = 0.0
     for part, per_token, n_passes in (
-        ("policy", 4 if args.lora_rank else 6, args.updates_per_step),
+        ("policy", update_flops(args), args.updates_per_step),
         ("logprobs_old", 2, args.updates_per_epoch),
     ):
         if f"timing/{part}_s" in metrics:
