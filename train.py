@@ -775,13 +775,17 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Returns AdamW, or what the task's optimizer(model, args) returns: one or a list of several.
 
-    model: transformers' part of the net."""
+    model: transformers' part of the net. Raises BadInput if they are no optimisers of torch."""
     if not hasattr(task, "optimizer"):
         is_cuda = device.type == "cuda"
         return [torch.optim.AdamW(net.parameters(), lr, weight_decay=0.0, fused=is_cuda)]
     with refusing(f"--task {args.task}: optimizer failed", args.task):
         made = task.optimizer(net.model, args)
-    return made if isinstance(made, list) else [made]
+    optimizers = made if isinstance(made, list) else [made]
+    for each in optimizers:
+        is_one = isinstance(each, torch.optim.Optimizer)
+        need(is_one, f"--task {args.task}: optimizer returned {each!r:.80}, no torch optimiser")
+    return optimizers
 
 
 class Learner:
@@ -894,10 +898,16 @@ class Run:
         return self.done == max(self.evals, key=self.evals.get, default=None)
 
     def end_step(self):
-        """Counts a step. A checkpoint saved during the next one keeps what is known now."""
+        """Counts a step. A checkpoint saved during the next one keeps what is known now.
+
+        Raises BadInput if the estimator's state can't be saved."""
         self.done += 1
         # Not as JSON, which would make integer keys texts.
-        state = pickle.dumps(self.estimator_state)
+        with refusing(
+            f"--adv_estimator {self.args.adv_estimator}: checkpoints can't save its `state`; keep "
+            "numbers, texts and tensors there, and no functions"
+        ):
+            state = pickle.dumps(self.estimator_state)
         self.kept = {"kl_coef": self.kl.coef, "estimator": state}
 
 
