@@ -5,7 +5,6 @@ The engine says its lines (see test_agent_loop.py). All runs on one Background, 
 import asyncio
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 from conftest import HANGS, too_late
@@ -13,66 +12,36 @@ from test_agent_loop import (
     ANSWER,
     ASKED,
     END,
+    NEVER,
     PROMPT,
-    ROW,
     SUM,
-    Script,
     assert_output,
     called,
     encode,
-    logprobs_of,
+    rollout,
     tool_turn,
     user,
     user_turn,
 )
 
-from agent_loop import AgentLoopOutput, as_tool
+from agent_loop import AgentLoopOutput, TokenOutput, as_tool, register
 from examples import calculator
 from flatrl.chat.client import ChatAgentLoop, OutOfBudget
-from flatrl.processes import Background
-from train import Args
 
-BACKGROUND = Background()
 CALCULATOR = as_tool(calculator.calculator).schema
 PARAMETERS = {"type": "object", "properties": {}}
 OTHER = {"type": "function", "function": {"name": "other", "parameters": PARAMETERS}}
-NEVER = object()  # a line that the engine does not finish
 FIRST_WITH_TOOLS = f"<|im_start|>system\nTools: calculator{END}\n{ASKED}"
 
 
-def run(coroutine):
-    return BACKGROUND.submit(coroutine).result(timeout=HANGS)
-
-
-class Engine(Script):
-    """The scripted engine for parallel calls: one at a time, in the order of asking."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.turn = asyncio.Lock()
-        self.said = {}  # the tokens of each call
-
-    async def generate(self, **request):
-        async with self.turn:
-            if self.lines[len(self.prompts)] is NEVER:
-                self.prompts.append(request["prompt_ids"])
-                await too_late()
-            out = await super().generate(**request)
-            self.said[len(self.prompts)] = out.token_ids
-            return out
-
-
 def player(tokenizer, base=ChatAgentLoop, method="chat"):
-    """Returns play(agent, line, line, ..., sampling=, **args) -> (the outputs, the engine).
+    """Returns play(agent, line, line, ..., row=, sampling=, **args) -> (outputs, the engine).
 
     `agent` becomes this method of the loop, without self."""
 
-    def play(agent, *lines, sampling=None, **args):
-        loop_class = type("Loop", (base,), {method: staticmethod(agent)})
-        engine = Engine(tokenizer, lines)
-        args = Args(**{"max_response_tokens": 2000, "max_assistant_turns": 0} | args)
-        loop = loop_class(engine, tokenizer, None, SimpleNamespace(), args)
-        return run(loop.run(sampling or {}, **ROW)), engine
+    def play(agent, *lines, **how):
+        register("test_chat")(type("Loop", (base,), {method: staticmethod(agent)}))
+        return rollout(tokenizer, *lines, agent="test_chat", **how)
 
     return play
 
@@ -82,21 +51,23 @@ def play(tokenizer):
     return player(tokenizer)
 
 
-def assert_exact(outputs: list[AgentLoopOutput], engine: Engine):
-    """Every sampled token is in exactly one output, behind what the engine saw when sampling."""
-    found = {}
+def assert_exact(outputs: list[AgentLoopOutput], said: dict[int, TokenOutput]):
+    """Every sampled token is in exactly one output, behind what the engine saw when sampling.
+
+    said: what the engine said in each call, whose number is the version of its tokens."""
+    found = []
     for output in outputs:
         versions = output.response_versions
         assert output.response_mask == [int(version > 0) for version in versions]
         for n in {version for version in versions if version > 0}:
-            assert n not in found, f"call {n} is in two outputs"
+            found.append(n)
             start = versions.index(n)
             end = start + versions.count(n)
-            assert versions[start:end] == [n] * (end - start)
-            found[n] = output.response_ids[start:end]
-            assert output.response_logprobs[start:end] == logprobs_of(n, end - start)
-            assert engine.prompts[n - 1] == output.prompt_ids + output.response_ids[:start]
-    assert found == engine.said
+            assert versions[start:end] == said[n].versions
+            assert output.response_ids[start:end] == said[n].token_ids
+            assert output.response_logprobs[start:end] == said[n].logprobs
+            assert output.prompt_ids + output.response_ids[:start] == said[n].prompt_ids
+    assert sorted(found) == sorted(said)
 
 
 async def ask(client, *messages, **how):
@@ -151,7 +122,7 @@ def test_a_conversation_is_one_output(play, tokenizer, back):
     given = user_turn("Guess") + thought + "7" + END + user_turn("Sure?")
     assert output.prompt_ids == encode(tokenizer, FIRST_WITH_TOOLS)
     assert_output(output, engine, *parts, given, (3, ANSWER + END))
-    assert output.messages[1]["tool_calls"] == called(("calculator", {"expression": "1+1"}), turn=1)
+    assert output.messages[1]["tool_calls"] == called(("calculator", {"expression": "1+1"}))
     assert (output.reward, output.stop_reason, output.num_turns) == (0.5, "stop", 6)
 
     (choice,) = completions[0].choices
@@ -206,9 +177,10 @@ def test_whatever_an_agent_does_each_token_is_in_one_output(play):
             await asyncio.gather(*(one(client, 10 * number + k) for k in range(n)))
 
     texts = [SUM, ANSWER, "", "é", (SUM, "stop"), ("cut", "length")]
-    outputs, engine = play(chat, *(draw.choice(texts) for _ in range(30)))
+    lines = [draw.choice(texts) for _ in range(30)]
+    outputs, engine = play(chat, *lines, max_response_tokens=2000, max_assistant_turns=0)
     assert len(engine.said) >= 10
-    assert_exact(outputs, engine)
+    assert_exact(outputs, engine.said)
     assert max(engine.said) == max(outputs[-1].response_versions)  # who spoke last is last
 
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import REPO, TINY, batch_with_rewards, metrics_of
-from test_agent_loop import ANSWER, CALCULATOR, END, PROMPT, SUM, called, encode, tool_turn
+from test_agent_loop import ANSWER, CALCULATOR, END, ROW, SUM, called, rollout, tool_turn
 from test_algos import output
 from torch.testing import assert_close as close
 
 import data
 import train
-from agent_loop import BadInput, agent_loop_class
+from agent_loop import BadInput, ToolAgentLoop
 from flatrl.metrics import batch_metrics
 from rollout import DemonstrationEngine, Rollouts
 from train import Args
@@ -43,24 +43,20 @@ def test_turns_are_texts_or_messages():
 def play(tokenizer, turns, **flags):
     """The output of the calculator's loop, and the turns that are left."""
     args = Args(**{"max_response_tokens": 1000} | flags)
-    row = {"prompt": PROMPT}
     turns = loaded(demonstration=turns)["demonstration"]
-    loop = agent_loop_class(row, CALCULATOR, args)(None, tokenizer, None, CALCULATOR, args)
+    loop = ToolAgentLoop(None, tokenizer, None, CALCULATOR, args)
     loop.engine = DemonstrationEngine(turns, loop, {tokenizer.eos_token_id})
-    row |= {"step": 0, "index": 0, "rollout_n": 0, "validate": False}
-    return asyncio.run(loop.run({}, **row)), turns
+    return asyncio.run(loop.run({}, **ROW)), turns
 
 
 def test_tools_run_and_masks_are_exact(tokenizer):
     output, left = play(tokenizer, [CALL, ANSWER])
-    ids, mask = [], []
-    for part, bit in ((SUM + END, 1), (tool_turn("2"), 0), (ANSWER + END, 1)):
-        ids += encode(tokenizer, part)
-        mask += [bit] * len(encode(tokenizer, part))
-    assert output.response_ids == ids and output.response_mask == mask and left == []
+    (sampled,), _ = rollout(tokenizer, SUM, ANSWER)
+    assert output.response_ids == sampled.response_ids
+    assert output.response_mask == sampled.response_mask
+    assert left == []
     assert set(output.response_logprobs) == {0.0} and set(output.response_versions) == {-1}
-    tool = {"role": "tool", "name": "calculator", "content": "2", "tool_call_id": "000001000"}
-    assert output.messages == [*PROMPT, CALL, tool, {"role": "assistant", "content": ANSWER}]
+    assert output.messages == sampled.messages
 
 
 def test_a_loop_that_wants_more_turns_ends_and_one_that_ends_leaves_turns(tokenizer):

@@ -9,25 +9,15 @@ import httpx
 import openai
 import pytest
 from conftest import HANGS
-from test_agent_loop import ANSWER, END, PROMPT, SUM, call, encode, tool_turn, user, user_turn
-from test_chat import (
-    CALCULATOR,
-    FIRST_WITH_TOOLS,
-    NEVER,
-    ask,
-    assert_exact,
-    assert_output,
-    player,
-    run,
-    solve,
-)
+from test_agent_loop import ANSWER, BACKGROUND, END, NEVER, SUM, encode, tool_turn, user, user_turn
+from test_chat import CALCULATOR, FIRST_WITH_TOOLS, ask, assert_exact, assert_output, player, solve
 
 from examples import calculator
 from flatrl.chat import endpoint as chat_endpoint
 from flatrl.chat.endpoint import EndpointLoop
 
 FUNCTION = CALCULATOR["function"]
-PARALLEL = SUM + "\n" + call(expression="2*3")
+PARALLEL = SUM + "\n" + SUM.replace("1+1", "2*3")
 WITH_SYSTEM = FIRST_WITH_TOOLS.replace("Tools:", "Be brief.\nTools:")
 
 
@@ -39,7 +29,7 @@ def endpoint(monkeypatch):
     monkeypatch.setattr(chat_endpoint, "ENDPOINT", endpoint)
     yield endpoint
     if endpoint.started is not None:
-        run(endpoint.runner.cleanup())
+        BACKGROUND.submit(endpoint.runner.cleanup()).result(HANGS)
 
 
 @pytest.fixture
@@ -82,7 +72,7 @@ def test_http_gives_the_same_outputs_as_in_process(play, tokenizer):
     there, remote = play(agent, *lines)
     assert list(map(dataclasses.asdict, there)) == list(map(dataclasses.asdict, here))
     assert (remote.prompts, remote.params) == (engine.prompts, engine.params)
-    assert_exact(there, remote)
+    assert_exact(there, remote.said)
 
 
 def test_only_the_key_lets_in_and_a_posted_reward_is_used(play, endpoint):
@@ -92,7 +82,7 @@ def test_only_the_key_lets_in_and_a_posted_reward_is_used(play, endpoint):
         endpoint.clients["another"] = None, "its key"
         for headers in (bearer("wrong"), bearer("\xe9"), bearer("its key"), {}):
             for path in ("chat/completions", "messages", "reward"):
-                body = {"messages": PROMPT, "reward": 9.0}
+                body = {"messages": [user("hi")], "reward": 9.0}
                 assert (await post(client, path, body, headers)).status_code == 401
         del endpoint.clients["another"]
         await ask(client, *prompt)

@@ -9,13 +9,11 @@ import httpx
 import openai
 import pytest
 from conftest import REPO, output_of
-from test_agent_loop import END, Script, said_by
+from test_agent_loop import END, rollout, said_by
 
-from agent_loop import agent_loop_class
 from data import load_task
 from examples import calculator, environments
 from rollout import set_rewards
-from train import Args
 
 
 def load(name: str):
@@ -29,12 +27,8 @@ tree = load("tree")
 
 def play(task, tokenizer, row: dict, *lines) -> list:
     """The graded outputs of one rollout by the task's own loop, marked as a pool marks them."""
-    args = Args(max_response_tokens=1000, max_assistant_turns=10)
-    engine = Script(tokenizer, lines)
-    loop = agent_loop_class(row, task, args)(engine, tokenizer, None, task, args)
-    outputs = asyncio.run(loop.run({}, **row, step=0, rollout_n=3, validate=False))
+    outputs, engine = rollout(tokenizer, *lines, task=task, row=row | {"rollout_n": 3})
     assert len(engine.prompts) == len(lines)
-    outputs = outputs if isinstance(outputs, list) else [outputs]
     for segment, output in enumerate(outputs):
         output.extra |= {"prompt": 0, "sample": 3, "segment": segment}
     asyncio.run(set_rewards(task, outputs, row))

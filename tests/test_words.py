@@ -2,20 +2,17 @@
 
 Two small tokenizers have the added tokens and the templates of Qwen3 and Mistral."""
 
-import asyncio
 import copy
 import json
-from types import SimpleNamespace
 
 import pytest
 from chat_templates import tokenizer_for
-from test_agent_loop import PROMPT, ROW, Notes, Quiz, Script, call, encode, quiz_task, task_of, user
-from test_templates import play
+from test_agent_loop import PROMPT, Notes, Quiz, call, encode, quiz_task, rollout, task_of, user
+from test_chat import player
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agent_loop import LoopArgs, chat_template, render, visible_text
-from flatrl.chat.client import ChatAgentLoop
+from agent_loop import chat_template, render, visible_text
 from flatrl.rows import check_row
 
 
@@ -81,7 +78,7 @@ LIMITS = {
 def run(tokenizer, task, *lines, row=None, **flags):
     """Runs a rollout without tight limits; returns its outputs and the scripted engine."""
     lines = [(line + tokenizer.eos_token, "stop") for line in lines]
-    return play(tokenizer, task, row or {}, [], *lines, **LIMITS | flags)
+    return rollout(tokenizer, *lines, task=task, row=row, **LIMITS | flags)
 
 
 @pytest.mark.parametrize("speaker", ["tool", "user", "opening"])
@@ -160,14 +157,11 @@ def test_a_chat_client_trusts_the_rows_prompt(tokenizer, role):
     def history(content):
         return [*row, {"role": role, "content": content}, user("?")]
 
-    class Agent(ChatAgentLoop):
-        async def chat(self, client, **_):
-            await client.create(messages=row)
-            await client.create(messages=history(f"x {evil}"))
+    async def chat(client, **_):
+        await client.create(messages=row)
+        await client.create(messages=history(f"x {evil}"))
 
-    engine = Script(tokenizer, ("one", "two"))
-    loop = Agent(engine, tokenizer, None, SimpleNamespace(), LoopArgs(**LIMITS))
-    asyncio.run(loop.run({}, **ROW | {"prompt": row}))
+    _, engine = player(tokenizer)(chat, "one", "two", row={"prompt": row})
     assert engine.prompts[0] == render(tokenizer, row)
     plain = render(tokenizer, history("x"))
     assert controls_in(tokenizer, engine.prompts[1]) == controls_in(tokenizer, plain)
@@ -179,7 +173,7 @@ def test_a_reward_reads_the_special_tokens_of_an_answer(tokenizer):
     other = copy.deepcopy(tokenizer)
     add(other, ["<result>", "</result>"], special=True)
     said = "It is <result>42</result>"
-    (output,), _ = play(other, task_of(), {}, [], said)
+    (output,), _ = rollout(other, said, task=task_of())
     assert output.messages[-1]["content"] == said
     ids = encode(other, f"{said}<|im_end|>\n<|im_start|>user\n<result>")
     n_sampled = len(encode(other, f"{said}<|im_end|>"))
