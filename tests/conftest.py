@@ -43,22 +43,14 @@ TINY = [*REPLAY, "--engine_args", SMALL_CACHE]
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
     """A random Qwen2 with the calculator's tokenizer, tied embeddings."""
-    return make_model(tmp_path_factory.mktemp("models") / "tied", tied=True)
-
-
-@pytest.fixture(scope="session")
-def untied_model(tmp_path_factory) -> str:
-    return make_model(tmp_path_factory.mktemp("models") / "untied", tied=False)
-
-
-def make_model(path: Path, tied: bool) -> str:
     import torch
 
     from examples.tiny_models import init_model
 
+    path = str(tmp_path_factory.mktemp("models") / "tied")
     torch.manual_seed(0)
-    init_model(str(path), tie_word_embeddings=tied)
-    return str(path)
+    init_model(path)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -183,18 +183,7 @@ def test_what_code_prints_is_its_own(replace):
             print("after", word)
         return said.getvalue(), around.getvalue()
 
-    async def says_later(word):
-        with replace(io.StringIO()):
-            said = sys.stdout
-            await asyncio.get_running_loop().run_in_executor(None, print, word)
-            print(word)
-        return said.getvalue()
-
-    async def together():
-        return await asyncio.gather(says_later("a"), says_later("b"))
-
     before = sys.stdout
-    assert asyncio.run(together()) == ["a\na\n", "b\nb\n"]
     both = [f"{word}\nchild of {word}\nworker for {word}\n" for word in "ab"]
     assert in_threads(says, "a", "b") == [*zip(both, ["after a\n", "after b\n"])]
     assert sys.stdout is before

@@ -23,7 +23,7 @@ from agent_loop import AgentLoopOutput, BadInput, SingleTurnLoop, expand, load_i
 from examples.vision import init_vision_model
 from flatrl import models
 from flatrl.chat.client import ChatAgentLoop
-from flatrl.vision import Vision, merge_images
+from flatrl.vision import Vision
 from rollout import Engine
 
 CPU = torch.device("cpu")
@@ -85,16 +85,6 @@ def vision_engine(args, processor, process_group) -> Engine:
     return make_engine(args, processor)
 
 
-def play_all(policy, engine, background, args, processor, rows):
-    """The outputs of one trajectory a row, sampled with the policy's weights."""
-    train.sync(engine, policy, 0)
-    loops = [Looker(engine, processor.tokenizer, processor, vision_task, args) for _ in rows]
-    runs = [loop.run({"temperature": 1.0}, **row) for loop, row in zip(loops, rows)]
-    outputs = stepped(engine, background, *runs)
-    engine.sleep()
-    return outputs
-
-
 def pack(batch: dict, rows) -> tuple[dict, list[int]]:
     micro = data.in_prefix_order(batch, rows)
     return data.pack_rows(batch, micro, CPU), micro.rows
@@ -110,10 +100,42 @@ def differences(policy, outputs: list) -> torch.Tensor:
     return (logprobs - batch["logprobs_rollout"]).abs()[batch["response_mask"].bool()]
 
 
-def test_two_turns_with_images_agree_with_the_engine(vision_engine, background, args, processor):
-    rows = rows_of(args, processor)[:9]
+def qwen3_vl(args, folder) -> train.Args:
+    """Another model in the folder, whose tower adds features to later layers, and whose positions
+    are interleaved."""
+    shutil.copytree(args.model, folder, dirs_exist_ok=True)
+    ours = AutoConfig.from_pretrained(args.model).to_dict()
+    text = ours["text_config"] | {"bos_token_id": None, "head_dim": 32}
+    text["rope_parameters"] |= {"mrope_interleaved": True}
+    seeing = ours["vision_config"] | {"deepstack_visual_indexes": [0, 1]}
+    seeing["num_position_embeddings"] = 64
+    for part in (ours, text, seeing):
+        for name in ("model_type", "layer_types", "sliding_window", "max_window_layers"):
+            part.pop(name, None)
+    ours |= {"text_config": text, "vision_config": seeing}
+    config = AutoConfig.for_model("qwen3_vl", **ours)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return replace(args, model=str(folder))
+
+
+@pytest.mark.parametrize("kind", ["Qwen2_5_VL", "Qwen3VL"])
+def test_turns_with_images_agree_with_the_engine(
+    kind, vision_engine, background, args, processor, tmp_path
+):
+    engine = vision_engine
+    if kind == "Qwen3VL":
+        args = qwen3_vl(args, tmp_path)
+        processor = load_processor(args)
+        engine = make_engine(args, processor)
+    assert type(processor).__name__ == f"{kind}Processor"
     policy = make_policy(args, processor)
-    outputs = play_all(policy, vision_engine, background, args, processor, rows)
+    rows = rows_of(args, processor)[:9]
+    train.sync(engine, policy, 0)
+    loops = [Looker(engine, processor.tokenizer, processor, vision_task, args) for _ in rows]
+    runs = [loop.run({"temperature": 1.0}, **row) for loop, row in zip(loops, rows)]
+    outputs = stepped(engine, background, *runs)
+    engine.sleep()
     place = processor.image_token_id
     for row, output in zip(rows, outputs, strict=True):
         looked = row["index"] % 3 == 1
@@ -131,31 +153,6 @@ def test_two_turns_with_images_agree_with_the_engine(vision_engine, background, 
     assert differences(policy, [replace(seeing, images=others)]).max() > 1e-3
 
 
-def test_qwen3_vl_agrees_with_the_engine_too(args, background, process_group, processor, tmp_path):
-    """It adds features of the tower to later layers, and its positions are interleaved."""
-    shutil.copytree(args.model, tmp_path, dirs_exist_ok=True)
-    ours = AutoConfig.from_pretrained(args.model).to_dict()
-    text = ours["text_config"] | {"bos_token_id": None, "head_dim": 32}
-    text["rope_parameters"] |= {"mrope_interleaved": True}
-    seeing = ours["vision_config"] | {"deepstack_visual_indexes": [0, 1]}
-    seeing["num_position_embeddings"] = 64
-    for part in (ours, text, seeing):
-        for name in ("model_type", "layer_types", "sliding_window", "max_window_layers"):
-            part.pop(name, None)
-    ours |= {"text_config": text, "vision_config": seeing}
-    config = AutoConfig.for_model("qwen3_vl", **ours)
-    torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
-    args = replace(args, model=str(tmp_path))
-    processor = load_processor(args)
-    assert type(processor).__name__ == "Qwen3VLProcessor"
-    policy = make_policy(args, processor)
-    engine = make_engine(args, processor)
-    outputs = play_all(policy, engine, background, args, processor, rows_of(args, processor)[:6])
-    assert sum(len(output.images) for output in outputs) > 6
-    assert differences(policy, outputs).max() < 1e-4
-
-
 def shown(processor, text: str, images: list, response="abcdef") -> AgentLoopOutput:
     """An output with these images in its prompt."""
     ids = encode(processor.tokenizer, response)
@@ -166,24 +163,18 @@ def shown(processor, text: str, images: list, response="abcdef") -> AgentLoopOut
 def test_gradients_are_those_of_transformers_and_shared_prefixes_are_computed_once(args, processor):
     args = replace(args, gradient_checkpointing=True)
     policy = make_policy(args, processor)
-
-    def image():
-        return picture(1, 56, 84)  # equal pixels, an object each
-
+    image = picture(1, 56, 84)
     outputs = [
-        shown(processor, f"a{SEEN}b", [image()], "abc"),
-        shown(processor, f"a{SEEN}b", [image()], "abd"),
+        shown(processor, f"a{SEEN}b", [image], "abc"),
+        shown(processor, f"a{SEEN}b", [image], "abd"),
         shown(processor, f"a{SEEN}b", [picture(3, 56, 84)]),  # the same tokens, another image
-        shown(processor, f"a{SEEN}b{SEEN}", [image(), picture(2, 112, 56)]),
+        shown(processor, f"a{SEEN}b{SEEN}", [image, picture(2, 112, 56)]),
         shown(processor, "no image", []),
     ]
-    merge_images(outputs)
     batch = data.collate(outputs, processor.image_token_id)
-    images = batch["images"]
-    assert images[0][0] is images[1][0] is images[3][0] is not images[2][0]
-    n_packed = pack(batch, range(5))[0]["inputs"]["input_ids"].numel()
-    assert n_packed < 0.75 * batch["lengths"].sum()
-    policy(pack(batch, range(5))[0])["logprobs"].sum().backward()
+    packed, _ = pack(batch, range(5))
+    assert packed["inputs"]["input_ids"].numel() < 0.75 * batch["lengths"].sum()
+    policy(packed)["logprobs"].sum().backward()
     whole = {name: p.grad for name, p in policy.named_parameters()}
     visual = [gradient for name, gradient in whole.items() if "visual" in name]
     assert visual and all(gradient.any() for gradient in visual)
@@ -205,12 +196,7 @@ def test_gradients_are_those_of_transformers_and_shared_prefixes_are_computed_on
         assert torch.allclose(p.grad, whole[f"model.{name}"], atol=1e-4, rtol=1e-3), name
 
 
-LENGTHS = train.Args(
-    max_images=4, max_prompt_tokens=400, max_response_tokens=400, max_model_len=800
-)
-
-
-def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(processor):
+def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(args, processor):
     first = picture(1, 84, 56)
     second = picture(2, 56, 56)
     file = io.BytesIO()
@@ -229,7 +215,7 @@ def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(process
             await client.chat.completions.create(messages=[*prompt, *user([part])])
 
     engine = Seeing(processor.tokenizer, ["red"])
-    agent = Agent(engine, processor.tokenizer, processor, None, LENGTHS)
+    agent = Agent(engine, processor.tokenizer, processor, None, args)
     content = [{"type": "image"}, {"type": "text", "text": "Look."}]
     (output,) = asyncio.run(agent.run({}, prompt=user(content), images=[first]))
     assert output.images == engine.images[0] == [first, second]
@@ -240,9 +226,7 @@ def check_one(row: dict, args, processor, **more) -> list[dict]:
 
 
 def test_images_in_each_form_that_data_sets_have(args, processor, tmp_path):
-    """And placeholders in both. The members of a group share one object, computed once.
-
-    --max_prompt_tokens counts the six tokens of the image."""
+    """And placeholders in both. --max_prompt_tokens counts the six tokens of the image."""
     image = picture(1, 84, 56)
     path = tmp_path / "a.png"
     image.save(path)
@@ -252,10 +236,9 @@ def test_images_in_each_form_that_data_sets_have(args, processor, tmp_path):
         content = "<image>a" if form is raw else [{"type": "image"}, {"type": "text", "text": "a"}]
         [row] = check_one({"prompt": user(content), "images": [form]}, args, processor)
         assert row["prompt"] == user([{"type": "image"}, {"type": "text", "text": "a"}])
-        loop = SingleTurnLoop(None, processor.tokenizer, processor, None, args)
-        first, second = (loop.start(row).images[0] for _ in range(2))
-        assert first is not second and first == second == image
-    length = len(loop.start(row).prompt_ids)
+        started = SingleTurnLoop(None, processor.tokenizer, processor, None, args).start(row)
+        assert started.images == [image]
+    length = len(started.prompt_ids)
     row = {"prompt": user("<image>a"), "images": [image]}
     assert len(check_one(row, args, processor, max_prompt_tokens=length)) == 1
     with pytest.raises(BadInput, match=f"the longest has {length} tokens"):
