@@ -1,4 +1,4 @@
-"""Bad flags, rows and task files: one line each, never a traceback.
+"""Bad flags, rows, task files and models: one line each, never a traceback.
 
 In process, without an engine."""
 
@@ -6,10 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
+from conftest import SMALL_CACHE
 
 import data
 import train
+from flatrl import models
 from flatrl.bad_input import BadInput
+from flatrl.vllm_engine import check_model
 from train import Args, check_args, parse_args
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -87,3 +92,25 @@ def test_files_replace_load(process_group, tmp_path, tiny_model, monkeypatch):
     refused(rows, naming="no function load")
     assert rows(eval_every=-1)["train"][0]["prompt"] == CHAT
     assert len(rows(val_files=["rows.jsonl"])["val"]) == 1
+
+
+GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+
+
+def check_engine(args: Args):
+    check_model(args, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("check, model_type, architecture, more, said", [
+    (models.load_tokenizer, "qwen3", "Qwen3ForCausalLM", GPTQ, "is quantised: only unquantised"),
+    (train.Policy, "vit", "ViTForImageClassification", {}, "can't be loaded for training"),
+    (check_engine, "codegen", "CodeGenForCausalLM", {}, "['CodeGenForCausalLM'] are not supported"),
+])  # fmt: skip
+def test_models(check, model_type, architecture, more, said, tmp_path, tokenizer, process_group):
+    tokenizer.save_pretrained(tmp_path)
+    sizes = dict(vocab_size=272, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.AutoConfig.for_model(model_type, **sizes, **more)
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    args = Args(model=str(tmp_path), dtype="float32", max_model_len=128, engine_args=SMALL_CACHE)
+    refused(lambda: check(args), naming=said)

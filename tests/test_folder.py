@@ -2,7 +2,6 @@
 
 A run that is killed and resumed to the last digit is in test_train.py."""
 
-import json
 import pickle
 import shutil
 import subprocess
@@ -31,10 +30,6 @@ sys.stdin.read()
 """
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 def test_a_living_run_keeps_its_folder_and_a_killed_one_leaves_it(tmp_path):
     args = Args(output_dir=str(tmp_path))
     command = [sys.executable, "-c", LOCKS, tmp_path / ".lock"]
@@ -43,29 +38,19 @@ def test_a_living_run_keeps_its_folder_and_a_killed_one_leaves_it(tmp_path):
         with pytest.raises(BadInput, match="another run is writing to"):
             checkpoints.claim_folder(args)
         process.kill()
-    checkpoints.claim_folder(args)
+    (tmp_path / "args.json").touch()
+    assert checkpoints.claim_folder(args) is False  # a start that failed
 
 
-@pytest.mark.parametrize("files, resume, found", [
-    ([], False, False),
-    (["args.json", ".lock", "notes.txt"], False, False),  # a start that failed
-    (["args.json", "metrics.jsonl"], False, BadInput),
-    (["args.json", "metrics.jsonl"], True, False),  # killed before its first checkpoint
-    (["checkpoints/step_000002"], True, True),
-])  # fmt: skip
-def test_a_run_is_never_written_over_and_a_requeued_job_may_pass_resume(
-    files, resume, found, tmp_path
-):
-    folder = tmp_path / "x"
-    for name in files:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-    args = Args(output_dir=str(folder), resume=resume)
-    if found is BadInput:
-        with pytest.raises(BadInput, match="continue it with --resume, or give another"):
-            checkpoints.claim_folder(args)
-    else:
-        assert checkpoints.claim_folder(args) == found
+def test_a_run_is_never_written_over_and_a_requeued_job_may_pass_resume(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    args = Args(output_dir=str(tmp_path))
+    with pytest.raises(BadInput, match="continue it with --resume, or give another"):
+        checkpoints.claim_folder(args)
+    args.resume = True
+    assert checkpoints.claim_folder(args) is False  # killed before its first checkpoint
+    (tmp_path / "checkpoints/step_000002").mkdir(parents=True)
+    assert checkpoints.claim_folder(args) is True
 
 
 class Part(types.SimpleNamespace):
@@ -73,61 +58,41 @@ class Part(types.SimpleNamespace):
 
 
 def make_run(folder: Path, **flags):
-    """The parts of a train.Run that are saved: a linear layer after an optimiser step."""
+    """The parts of a train.Run that are saved."""
     args = Args(output_dir=str(folder), **flags)
-    torch.manual_seed(0)
     net = torch.nn.Linear(3, 3)
     matrix = torch.optim.Muon([net.weight], lr=args.lr or 0.1)
     bias = torch.optim.AdamW([net.bias], lr=0.5)
-    net(torch.ones(3)).sum().backward()
-    matrix.step()
-    bias.step()
     learner = Part(net=net, optimizers=[matrix, bias], n_updates=1)
     return Part(
         args=args, folder=folder, learners={"policy": learner}, done=0, saved=0, evals={},
-        pool=Part(next_prompt=lambda done: 1), log=SilentLog(), kl=Part(coef=0.1),
-        history=[[7, 0, 1.0], [5, 0, 0.5]], task=Part(sampler=min), estimator_state={},
-        kept={"kl_coef": 0.5, "estimator": pickle.dumps({1: 2.5})})  # fmt: skip
+        pool=Part(next_prompt=lambda done: 1), log=SilentLog(),
+        history=[[7, 0, 1.0], [5, 0, 0.5]], task=Part(sampler=min),
+        kept={"kl_coef": 0.5, "estimator": pickle.dumps({})})  # fmt: skip
 
 
-def save(run, *steps: int):
-    for run.done in steps:
-        checkpoints.save_checkpoint(run)
-
-
-def write_rewards(folder: Path, rewards: dict[int, float]):
-    rows = [{"step": step, "eval/reward": reward} for step, reward in rewards.items()]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def save(run, step: int):
+    run.done = step
+    checkpoints.save_checkpoint(run)
 
 
 def test_a_checkpoint_brings_all_back_but_the_changed_rate(tmp_path, process_group):
     """... and the rewards of a step that failed: its prompt 1 is taken again."""
-    saved = make_run(tmp_path, lr=0.1, kl_target=0.1)
+    saved = make_run(tmp_path, lr=0.1)
     Log(saved.args, None, 0)
     save(saved, 3)
-    run = make_run(tmp_path, lr=0.3, kl_target=0.1, resume=True)
-    learner, before = run.learners["policy"], saved.learners["policy"]
-    learner.n_updates = 0
-    with torch.no_grad():
-        learner.net.weight.zero_()
-        for optimizer in learner.optimizers:
-            for state in optimizer.state.values():
-                for tensor in state.values():
-                    tensor.zero_()
+    run = make_run(tmp_path, lr=0.3, resume=True)
     checkpoints.resume(run, *checkpoints.read_checkpoint(run.args, ""))
-    assert (run.done, run.saved, run.kl.coef, learner.n_updates) == (3, 3, 0.5, 1)
-    assert run.history == [[7, 0, 1.0], [5, 0]] and run.estimator_state == {1: 2.5}
-    assert [group["lr"] for group in learner.groups] == [0.3, 0.5]
-    assert torch.equal(learner.net.weight, before.net.weight)
-    for one, other in zip(before.optimizers, learner.optimizers):
-        (states,), (loaded,) = one.state.values(), other.state.values()
-        torch.testing.assert_close(loaded, states, rtol=0, atol=0)
+    assert (run.done, run.saved) == (3, 3)
+    assert run.history == [[7, 0, 1.0], [5, 0]]
+    assert [group["lr"] for group in run.learners["policy"].groups] == [0.3, 0.5]
 
 
 def test_a_run_that_reached_its_reward_is_complete_when_it_is_resumed(tmp_path, process_group):
     run = make_run(tmp_path, num_steps=8, stop_at_reward=0.5, resume=True)
     Log(run.args, None, 0).write_about()
-    write_rewards(tmp_path, {2: 0.4, 3: 0.6})
+    rows = '{"step": 2, "eval/reward": 0.4}\n{"step": 3, "eval/reward": 0.6}'
+    (tmp_path / "metrics.jsonl").write_text(rows)
     for done, num_steps in (2, 8), (3, 3):
         save(run, done)
         checkpoints.resume(run, *checkpoints.read_checkpoint(run.args, ""))
@@ -188,9 +153,9 @@ def test_a_resumed_run_keeps_the_model_that_was_built_for_it(tmp_path, monkeypat
         return Path(models.task_model(task, args))
 
     one = build("")
-    assert names(one) == ["built"] and build("") == one
+    assert (one / "built").is_file() and build("") == one
     two = build("# edited")
-    assert names(tmp_path / "flatrl") == sorted([one.name, two.name])
+    assert {*(tmp_path / "flatrl").iterdir()} == {one, two}
     args.model = str(two)
     Log(args, None, 0)
     args.resume = True

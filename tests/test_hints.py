@@ -23,11 +23,6 @@ ROW = {"prompt": [SYSTEM, USER], "hint": "It is 2.", "validate": False}
 TOLD = [SYSTEM, {"role": "user", "content": "1+1?\n\nIt is 2."}]
 
 
-def loop_of(tokenizer, **task):
-    task = SimpleNamespace(**task)
-    return SimpleNamespace(tokenizer=tokenizer, processor=None, task=task)
-
-
 def output_of(prompt_ids: list[int], **names) -> AgentLoopOutput:
     extra = {"prompt": 0, "sample": 0, "segment": 0, **names}
     return conftest.output_of([1, 1], prompt_ids, [7, 8], extra=extra)
@@ -41,7 +36,7 @@ def test_the_hint_follows_a_prompt_in_parts():
 
 @pytest.mark.parametrize("has_tools", [False, True])
 def test_an_output_is_told_by_the_template_and_tools_of_its_rollout(has_tools, tokenizer):
-    loop = loop_of(tokenizer, TOOLS=[calculator.calculator])
+    loop = SimpleNamespace(tokenizer=tokenizer, processor=None, task=calculator)
     schemas = data.tool_schemas(ROW, loop.task) if has_tools else None
     output = output_of([*render(tokenizer, ROW["prompt"], schemas), 5, 6])
     tell(output, ROW, loop)  # what follows the row's prompt stays behind the hint
@@ -50,19 +45,6 @@ def test_an_output_is_told_by_the_template_and_tools_of_its_rollout(has_tools, t
         output = output_of(output.prompt_ids)
         tell(output, row, loop)
         assert "told_prompt_ids" not in output.extra
-
-
-def test_a_batch_keeps_the_told_sequences_of_its_rows(tokenizer):
-    outputs = []
-    for prompt, hint in enumerate(("It is 2.", None, "It is surely 2.")):
-        row = ROW | {"hint": hint}
-        outputs.append(output_of(render(tokenizer, row["prompt"]), prompt=prompt))
-        tell(outputs[-1], row, loop_of(tokenizer))
-    batch = data.collate(outputs)
-    kept = data.select_rows(batch, [1, 2])
-    expected = [batch["lengths"][1], batch["hinted"]["lengths"][2]]
-    assert kept["hinted"]["lengths"].tolist() == expected
-    assert "hinted" not in data.collate([outputs[1]])
 
 
 def test_advantages_are_what_the_hint_makes_likelier(tiny_model, process_group):
@@ -76,6 +58,8 @@ def test_advantages_are_what_the_hint_makes_likelier(tiny_model, process_group):
         if told:
             outputs[-1].extra["told_prompt_ids"] = told
     batch = data.make_batch(outputs)
+    assert data.select_rows(batch, [1, 2])["hinted"]["lengths"].tolist() == [4, 5]
+    assert "hinted" not in data.collate([outputs[1]])
     run = SimpleNamespace(args=args, policy=SimpleNamespace(net=net), reference=net, critic=None)
     run.clock, run.kl = Clock(), losses.AdaptiveKL(args.kl_coef)
     train.score_batch(run, batch, 0)
