@@ -2,8 +2,6 @@
 
 On CUDA by torch's varlen_attn, elsewhere by a loop over the sequences."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,8 +28,7 @@ def packed_attention(
 
     query (1, H, P, D); key, value (1, H_kv, P, D), H a multiple of H_kv. cu_seqlens to
     key_index: from `pack` or `pack_rows`, passed on by the model's forward. sliding_window: the
-    tokens that a token sees, itself included. softcap: scores are softcap *
-    tanh(scores / softcap). s_aux (H,): attention sinks.
+    tokens that a token sees, itself included. softcap: of the scores. s_aux (H,): attention sinks.
 
     Returns (1, P, H, D), and None for the weights."""
     query = query.to(value.dtype)  # under autocast RoPE leaves float32
@@ -76,20 +73,17 @@ def _attend(query, key, value, scaling, window, softcap, sinks):
     n = query.shape[2]  # (1, H, n, D): of its last n tokens
     m = key.shape[2]  # (1, H_kv, m, D): of all m
     group_size = query.shape[1] // key.shape[1]
-    sdpa = functools.partial(
-        F.scaled_dot_product_attention,
-        scale=scaling,
-        enable_gqa=group_size > 1,
-    )
+    how = {"scale": scaling, "enable_gqa": group_size > 1}
     is_ordinary = softcap is None and sinks is None
     # Without a mask it is faster, even with a few queries too many.
     if is_ordinary and m <= min(window, 1.2 * n):
         query = F.pad(query, (0, 0, m - n, 0))
-        return sdpa(query, key, value, is_causal=True)[:, :, m - n :]
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, **how)
+        return attended[:, :, m - n :]
     mask = torch.ones(n, m, dtype=torch.bool, device=query.device)
     mask = mask.tril(m - n).triu(m - n - window + 1)  # (n, m): True where a token sees another
     if is_ordinary:
-        return sdpa(query, key, value, mask)
+        return F.scaled_dot_product_attention(query, key, value, mask, **how)
     key = key.repeat_interleave(group_size, dim=1)
     value = value.repeat_interleave(group_size, dim=1)
     scores = (query @ key.transpose(2, 3)).float() * scaling  # (1, H, n, m)

@@ -31,9 +31,9 @@ FILE_BYTES = 5 << 30  # of a file of weights in final/
 
 
 def claim_folder(args) -> bool | str:
-    """Locks --output_dir for the life of this process, and returns --resume.
+    """Locks --output_dir for the life of this process. Returns whether, or how, to resume a run.
 
-    That is False if there is no checkpoint yet: a requeued job may always pass --resume. Raises
+    That is --resume, but False without a checkpoint: a requeued job may always pass it. Raises
     BadInput if another run is writing there, or if it holds a run and --resume is not given."""
     folder = Path(args.output_dir)
     is_used = any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "final"))
@@ -74,8 +74,7 @@ def read_checkpoint(args, rows_hash: str) -> tuple[Path | None, dict]:
     if rows_hash != about["training_rows"]:
         need(
             args.resume == "changed" and not state["history"],
-            "--resume: the training rows are not those of the run: --resume changed accepts them, "
-            "unless the task's `sampler` has a history of other rows",
+            "--resume: the training rows differ: give --resume changed, if there is no `sampler`",
         )
     return checkpoint, state
 
@@ -124,13 +123,13 @@ def save_checkpoint(run):
 def _complete(run, temporary):
     """Writes everything but the tensors, names the checkpoint, and gives up the oldest."""
     next_prompt = run.pool.next_prompt(run.done) if run.pool else 0
-    # A step that failed after its rollout is taken again, and with it its rewards.
-    to_come = [[row, step] for row, step, *rewards in run.history[next_prompt:]]
+    # A step that failed after its rollout is taken again: its prompts get their rewards then.
+    without_rewards = [[row, step] for row, step, *rewards in run.history[next_prompt:]]
     about = {
         "step": run.done,
         "kl_coef": run.kept["kl_coef"],
         "updates": {name: learner.n_updates for name, learner in run.learners.items()},
-        "history": run.history[:next_prompt] + to_come,
+        "history": run.history[:next_prompt] + without_rewards,
         "next_prompt": next_prompt,
     }
     (temporary / "step.json").write_text(json.dumps(about))
@@ -147,9 +146,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def best_checkpoint(run) -> Path | None:
-    """Returns the checkpoint with the highest eval/reward, the first of equals.
-
-    Without an evaluation it is the latest one, without a checkpoint None."""
+    """Returns the checkpoint with the highest eval/reward, else the latest one, else None."""
     saved = {int(path.name.removeprefix("step_")): path for path in checkpoints(run.folder)}
     evaluated = [step for step in saved if step in run.evals]
     step = max(evaluated, key=run.evals.get, default=max(saved, default=None))
@@ -187,8 +184,7 @@ def load_checkpoint(run, folder: Path):
     except CheckpointException as error:
         reason = str(error).strip().splitlines()[-1]
         raise BadInput(
-            f"--resume: {folder} does not load ({reason}): it is damaged, or has other networks. "
-            "Move it elsewhere to resume from the one before"
+            f"--resume: {folder} does not load: {reason}; move it elsewhere to use the one before"
         ) from None
     for name, learner in run.learners.items():
         if learner.n_updates:

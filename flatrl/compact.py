@@ -43,8 +43,7 @@ def compact(output):
     """Returns a copy of an AgentLoopOutput whose token lists are Numbers.
 
     It shares messages and images with the original. Raises as the output's constructor does.
-    A response token then takes 17 bytes. In lists it takes up to 88, and every rank holds those
-    of all ranks."""
+    A response token takes 17 bytes then, in lists up to 88, and each rank holds those of all."""
     lists = {name: Numbers(kind, getattr(output, name)) for name, kind in TYPES.items()}
     return replace(
         output,

@@ -23,8 +23,7 @@ def to_json_lines(rows: Iterable[dict]) -> str:
 def read_json_lines(file: Path) -> Iterator[dict]:
     """Yields the JSON objects of a file with one on each line.
 
-    Other lines are skipped: the file may have been cut off by a kill, or may be written to right
-    now. It may also be missing."""
+    Skips other lines: a kill or the present moment may cut them off. The file may be missing."""
     if not file.exists():
         return
     with file.open("rb") as lines:
@@ -37,8 +36,5 @@ def read_json_lines(file: Path) -> Iterator[dict]:
 
 def logged(folder: Path, name: str) -> dict[int, float]:
     """Returns {step: value} of a metric, from the metrics.jsonl of a run."""
-    values = {}
-    for row in read_json_lines(folder / "metrics.jsonl"):
-        if name in row:
-            values[row.get("step")] = row[name]
-    return values
+    rows = read_json_lines(folder / "metrics.jsonl")
+    return {row.get("step"): row[name] for row in rows if name in row}

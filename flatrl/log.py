@@ -103,8 +103,7 @@ class Log:
     def metrics(self, row: dict, rollouts=None, batch=None):
         """Writes a step's metrics: one JSON object in metrics.jsonl, one line of the table.
 
-        The step's rollouts are on disk by then. rollouts, batch: those of the step, if it
-        trained."""
+        The step's rollouts are on disk by then. rollouts, batch: those of a step that trained."""
         row = row | {"timing/log_s": self.wait()}
         with (self.folder / "metrics.jsonl").open("ab") as file:
             file.write(to_json_lines([row]).encode(errors="backslashreplace"))
@@ -138,9 +137,7 @@ class Log:
         self.writing.append(job)
 
     def wait(self) -> float:
-        """Waits until all rollouts are on disk. Returns the seconds that writing them took.
-
-        Raises an error that the thread had: a full disk, for example."""
+        """Waits until all rollouts are written. Returns the seconds of it, or raises its error."""
         seconds = 0.0
         while self.writing:
             seconds += self.writing.pop(0).result()
@@ -148,11 +145,12 @@ class Log:
 
     def _write_rollouts(self, name, outputs, errors, advantages) -> float:
         started = time.perf_counter()
+        share = self.args.dump_rollouts
         lines = []
         for output in outputs:
+            # Of the first n prompts int(share * n) are written: this one, if it makes one more.
             prompt = output.extra["prompt"]
-            share = self.args.dump_rollouts
-            if int((prompt + 1) * share) == int(prompt * share):  # every (1 / share)-th is written
+            if int(share * prompt) == int(share * (prompt + 1)):
                 continue
             line = {"index": output.extra.get("index"), "total_reward": total_reward(output)}
             line |= vars(output) | {"images": len(output.images)}
@@ -211,9 +209,7 @@ def replay_file(args, step: int) -> Path:
 
 
 def steps_to_replay(args) -> int:
-    """Returns for how many steps --replay has files, at most --num_steps.
-
-    Raises BadInput if there are none."""
+    """Returns for how many of --num_steps --replay has files. Raises BadInput if there is none."""
     n_steps = 0
     while n_steps < args.num_steps and replay_file(args, n_steps).is_file():
         n_steps += 1
@@ -224,8 +220,7 @@ def steps_to_replay(args) -> int:
 def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], list[dict]]:
     """Returns the outputs and errors that Log.rollouts wrote, for --replay, without hints.
 
-    Raises BadInput if a line is no output, another model's, without a reward or with images, and
-    if there is no output to learn from."""
+    Raises BadInput for a line that can't be replayed, and if there is no output to learn from."""
     outputs = []
     errors = []
     names = {field.name for field in fields(AgentLoopOutput)} - {"images"}  # a number

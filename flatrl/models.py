@@ -53,13 +53,11 @@ def _build(task, args, folder: Path):
     set_seed(args.seed)
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more round differently, and not all launchers have as many
-    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
-        temporary = Path(parent, "model")
-        temporary.mkdir()
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         with refusing(f"--task {args.task}: build_model failed", task.__file__):
-            task.build_model(str(temporary))
+            task.build_model(temporary)
         with contextlib.suppress(OSError):  # another run was first
-            temporary.rename(folder)
+            os.rename(temporary, folder)
     torch.set_num_threads(n_threads)
 
 
@@ -115,8 +113,7 @@ def load_config(args):
     text = config.get_text_config()
     need(
         torch.cuda.is_available() or args.replay or args.dtype == "bfloat16" or not is_gdn(text),
-        f"{args.model}: vLLM's CPU build computes gated delta nets in bfloat16 only: give --dtype "
-        "bfloat16",
+        f"{args.model}: on CPUs vLLM computes gated delta nets in bfloat16: give --dtype bfloat16",
     )
     return config
 
@@ -147,17 +144,15 @@ def stop_token_ids(args, tokenizer) -> list[int]:
         f"set eos_token in its tokenizer_config.json; generation_config.json has {configured}",
     )
     if tokenizer.chat_template:
-        variables = getattr(args, "chat_template_args", "{}")
-        ids = chat_template(with_template_variables(tokenizer, variables), ids).stops
+        templates = with_template_variables(tokenizer, args.chat_template_args)
+        ids = chat_template(templates, ids).stops
     return sorted(ids)
 
 
 def logit_settings(model: nn.Module, args) -> dict:
-    """Returns how a causal model makes its logits, as arguments of losses.token_logprobs.
-
-    Raises BadInput if its output head has a bias."""
-    has_bias = model.get_output_embeddings().bias is not None
-    need(not has_bias, f"{args.model} has a bias in its output head: not implemented")
+    """Returns the arguments of losses.token_logprobs. Raises BadInput for a head with a bias."""
+    bias = model.get_output_embeddings().bias
+    need(bias is None, f"{args.model} has a bias in its output head: not implemented")
     text = model.config.get_text_config()
     # Cohere multiplies logits by logit_scale, and Granite divides them by logits_scaling.
     scale = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
@@ -208,8 +203,7 @@ def load_tokenizer(args, task=None) -> tuple:
         teachers, _ = load_tokenizer(replace(args, model=args.ref_model, ref_model=None))
         need(
             teachers.get_vocab() == tokenizer.get_vocab(),
-            f"--ref_model {args.ref_model} has another tokenizer than {args.model}: the same ids "
-            "mean other tokens",
+            f"--ref_model {args.ref_model} has another tokenizer than {args.model}",
         )
     return tokenizer, processor
 

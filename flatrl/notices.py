@@ -45,8 +45,7 @@ class Notices(Listener):
 
     def metrics(self, row, rollouts=None, batch=None):
         """Reports failures, and the first of several steps that taught nothing."""
-        for line in failures(row):
-            self.log.warn(line)
+        self.warn_of_failures(row)
         if not batch:
             return
         was_learning = self.is_learning
@@ -58,6 +57,17 @@ class Notices(Listener):
         if was_learning and not self.is_learning:
             why = NO_GRADIENT if has_signal else why_nothing(rollouts.sampled)
             self.log.warn(f"step {row['step']} taught nothing: {why}")
+
+    def warn_of_failures(self, row):
+        """Warns of the rollouts that no mean of a step counts, and of those of its evaluation."""
+        n_failed = row.get("rollout/failed_agent_loop", 0) + row.get("rollout/failed_reward", 0)
+        n_counted = row.get("rollout/trajectories", 0) + row.get("rollout/demonstrations", 0)
+        of_eval = row.get("eval/failed", 0), row.get("eval/trajectories", 0)
+        places = {"step": (n_failed, n_counted), "the evaluation at step": of_eval}
+        for place, (n, n_others) in places.items():
+            if n:
+                failed = f"{n} of {n + n_others:.0f} rollouts of {place} {row['step']} failed"
+                self.log.warn(f"{failed}: its means leave them out")
 
     def close(self):
         """Prints how the rewards changed, and how to go on."""
@@ -103,20 +113,6 @@ def plan(args, steps_done: int, lr: str) -> str:
         if getattr(args, name) != args.preset_values()[name]:
             method += f" with {getattr(args, name)}"
     return f"{method}: {steps} of {sampled}, {update}"
-
-
-def failures(row: dict) -> list[str]:
-    """Returns a line for the rollouts that no mean of a step counts, and one for its evaluation."""
-    n_failed = row.get("rollout/failed_agent_loop", 0) + row.get("rollout/failed_reward", 0)
-    n_counted = row.get("rollout/trajectories", 0) + row.get("rollout/demonstrations", 0)
-    of_eval = row.get("eval/failed", 0), row.get("eval/trajectories", 0)
-    places = {"step": (n_failed, n_counted), "the evaluation at step": of_eval}
-    lines = []
-    for place, (n, n_others) in places.items():
-        if n:
-            failed = f"{n} of {n + n_others:.0f} rollouts of {place} {row['step']} failed"
-            lines.append(f"{failed}: its means leave them out")
-    return lines
 
 
 def why_nothing(outputs: list[AgentLoopOutput]) -> str:

@@ -86,8 +86,8 @@ def check_ranks_agree(values: dict):
     different = [name for name in values if any(each[name] != values[name] for each in ranks)]
     need(
         not different,
-        f"ranks differ in {', '.join(different)}: all need the same flags, and the same rows in "
-        "the same order, so load() may not depend on a set's order, or on a shuffle without a seed",
+        f"ranks differ in {', '.join(different)}: all need the same flags and rows, so load() may "
+        "not depend on a set's order, or on a shuffle without a seed",
     )
 
 
@@ -189,7 +189,8 @@ def oom_for_all() -> Iterator[None]:
             )
         with contextlib.suppress(ValueError, RuntimeError):
             store = dist.distributed_c10d._get_default_store()
-            text = store.compare_set(OUT_OF_MEMORY, "", text).decode()  # the first rank's
+            # Sets the text, unless a rank has set its own, and returns what is set.
+            text = store.compare_set(OUT_OF_MEMORY, "", text).decode()
         need(not text, text)
         raise
 
@@ -211,9 +212,7 @@ class Background:
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
-        self.closed = False
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def submit(self, coroutine: Coroutine) -> Future:
         """Starts a coroutine on the loop."""
@@ -221,14 +220,13 @@ class Background:
 
     def close(self):
         """Ends the thread. Tasks on the loop are left as they are."""
-        self.closed = True
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def _run(self):
         use_gpu_of_rank()
-        while not self.closed:  # sys.exit in a task ends run_forever
-            with contextlib.suppress(SystemExit):
-                self.loop.run_forever()
+        while True:
+            with contextlib.suppress(SystemExit):  # of a task that calls sys.exit
+                return self.loop.run_forever()
 
 
 def use_gpu_of_rank():

@@ -7,8 +7,10 @@ Routes are integers (tokens, layers, k): the k experts of each token. A layer wi
 row, too, which is not read. -1 leaves the choice to the router."""
 
 import base64
+import functools
 import io
 import re
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -60,8 +62,7 @@ def pack_routes(batch: dict, micro, slots: Tensor) -> Tensor:
         sampled = batch["response_mask"][row].nonzero()
         need(
             not len(sampled) or batch["prompt_lengths"][row] + sampled.max() <= len(routes),
-            "--router_replay: an output has sampled tokens without routes, which come from "
-            "TokenOutput.routes, by Trajectory.add_sampled",
+            "--router_replay: an output has sampled tokens without routes: see TokenOutput.routes",
         )
         packed[row_slots[: len(routes)]] = routes.to(packed.dtype)
     return packed
@@ -98,7 +99,7 @@ class Routers:
                 number = re.search(r"\.(\d+)\.", path)
                 self.of_layer.append((int(number[1]), module))
         for _, router in self.of_layer:
-            router.forward = _replaying(router)
+            router.forward = functools.partial(_replay, router, router.forward)
         need(
             self.of_layer and self._obeys(self.of_layer[0][1]),
             f"--router_replay: {name} has no routers, or none that can be told what to choose",
@@ -118,12 +119,7 @@ class Routers:
             router.given = routes[:, min(number, routes.shape[1] - 1)]
 
 
-def _replaying(router: nn.Module):
-    """Returns the router's forward, whose choice is that in router.given."""
-    forward = router.forward
-
-    def replay(hidden_states: Tensor):
-        with _GivenExperts(router.given, router.num_experts):
-            return forward(hidden_states)
-
-    return replay
+def _replay(router: nn.Module, forward: Callable, hidden_states: Tensor):
+    """Calls the router's forward, whose choice is that in router.given."""
+    with _GivenExperts(router.given, router.num_experts):
+        return forward(hidden_states)

@@ -11,7 +11,6 @@ from dataclasses import asdict, is_dataclass
 from unicodedata import normalize
 
 from agent_loop import (
-    LoopArgs,
     ToolAgentLoop,
     agent_loop_class,
     chat_template,
@@ -91,8 +90,7 @@ def _read_objects(columns, name):
 
 def _check_object(value, name):
     """Raises BadInput unless a value is a dict or None. name: what the message calls it."""
-    is_object = value is None or isinstance(value, dict)
-    need(is_object, f"{name} must be a dict, got {value!r:.80}")
+    need(isinstance(value, dict | None), f"{name} must be a dict, got {value!r:.80}")
 
 
 def _read_messages(value, name):
@@ -108,7 +106,7 @@ def tool_schemas(row: dict, task) -> list[dict]:
     return [tool.schema for tool in task_tools(task, row_kwargs(row, "tools_kwargs")).values()]
 
 
-def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
+def check_tokenizer(tokenizer, templates, row: dict, task, args):
     """Raises BadInput if a conversation that begins with a row does not reach the model unchanged.
 
     The chat template is tried with the task's tools and users (`ChatTemplate.check`). The
@@ -116,7 +114,6 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     which some tokenizers normalise.
 
     templates: the tokenizer with the variables of --chat_template_args. args: LoopArgs."""
-    args = args or LoopArgs()
     template = chat_template(templates, think_tags=args.think_tags)
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
@@ -138,10 +135,7 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
 
 def copy_row(row: dict) -> dict:
     """Returns a deep copy of a row. Raises BadInput for a lock, a connection and the like."""
-    with refusing(
-        "a row can't be copied for each rollout: keep what it holds in the task's module, or give "
-        "its class a __deepcopy__"
-    ):
+    with refusing("a row can't be copied for each rollout: keep its objects in the task's module"):
         return deepcopy(row)
 
 
@@ -223,10 +217,7 @@ def _match_images(row):
         # Templates of text models know no parts.
         message["content"] = parts if n_images else "".join(texts)
     if n_placeholders != len(images):
-        raise ValueError(
-            f"the prompt has {n_placeholders} placeholders of images ({{'type': 'image'}} or "
-            f"<image>), its column 'images' {len(images)}"
-        )
+        raise ValueError(f"{n_placeholders} placeholders of images, but {len(images)} images")
 
 
 def hash_of_rows(rows: Sequence[dict], seed: int) -> str:

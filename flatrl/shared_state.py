@@ -51,10 +51,7 @@ def in_rollout() -> bool:
 def check_refused():
     """Raises BadReward if something was refused, because graders may hide the error."""
     for name in REFUSED:
-        raise BadReward(
-            f"a reward or a tool uses {name}, which works in the main thread only, and they run in "
-            f"others: {REMEDIES[name]}"
-        )
+        raise BadReward(f"a reward or a tool uses {name} outside the main thread: {REMEDIES[name]}")
 
 
 def _signal(number, handler):
@@ -85,8 +82,7 @@ def _exit(status):
 class _Stream:
     """sys.stdin, stdout or stderr, as a property of `sys`.
 
-    print() and input() do not read the property, but the module's dict. So that holds this object
-    as well."""
+    print() and input() read the module's dict instead, so that holds this object as well."""
 
     def __init__(self, name):
         self.of_process = getattr(sys, name)

@@ -5,7 +5,6 @@ import io
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,9 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from flatrl.devices import to_device
 from losses import turn_starts
-
-if TYPE_CHECKING:
-    from agent_loop import AgentLoopOutput
 
 # ---------------------------------------------------------------- images and their tokens
 
@@ -67,8 +63,8 @@ def load_images(sources: Iterable) -> list[Image.Image]:
     return loaded
 
 
-def merge_images(outputs: Iterable["AgentLoopOutput"]):
-    """Makes equal images one object, which is sent to other ranks and preprocessed only once."""
+def merge_images(outputs: Iterable):
+    """Makes equal images of outputs one object, sent to other ranks and preprocessed only once."""
     known = {}
     for output in outputs:
         output.images = [
@@ -103,8 +99,9 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     return expanded
 
 
-def check_images(output: "AgentLoopOutput", processor):
-    """Raises ValueError unless each image has a run of placeholders, one for each of its tokens."""
+def check_images(output, processor):
+    """Raises ValueError unless each image of an output has a run of placeholders in its ids, one
+    for each token of the image."""
     if processor is None:
         expand([], output.images, None)  # raises if there are images
         return
@@ -112,10 +109,7 @@ def check_images(output: "AgentLoopOutput", processor):
     found = [len([*run]) for token, run in runs if token == processor.image_token_id]
     expected = image_tokens(output.images, processor)
     if found != expected:
-        raise ValueError(
-            f"the ids have runs of {found} placeholders, but the images of AgentLoopOutput.images "
-            f"take {expected}: return both as the trainer needs them"
-        )
+        raise ValueError(f"the ids have runs of {found} placeholders, the images take {expected}")
 
 
 # ---------------------------------------------------------------- a packed batch
@@ -194,7 +188,6 @@ class Vision:
     def zero(self, model, device) -> Tensor:
         """Returns 0, computed by the vision tower, for a forward pass without images.
 
-        Other ranks may have some. DDP waits for every parameter's gradient, and FSDP for every
-        rank's part of it."""
+        Other ranks may have some, and DDP and FSDP wait for every rank's gradients."""
         outputs = self._encode(model, [self.blank], device)
         return 0 * sum(output.float().sum() for output in tree_leaves(outputs))

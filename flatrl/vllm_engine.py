@@ -70,16 +70,13 @@ def check_arguments(name: str, arguments: dict, our_flags: Collection[str]):
     if name == "sampling_args" and others:
         warnings.warn(
             f"--sampling_args {', '.join(others)}: the engine samples from another distribution "
-            "than the one whose logprobs the trainer computes; see rollout/logp_diff_mean, and "
-            "consider --rollout_correction",
+            "than the trainer's; see rollout/logp_diff_mean, and consider --rollout_correction",
             stacklevel=2,
         )
 
 
 def sampling_params(parameters: dict):
-    """Returns a request's vLLM SamplingParams.
-
-    Raises an error of any kind if a parameter is unknown, of a wrong type or out of range."""
+    """Returns vLLM's SamplingParams. Raises an error of any kind for a name or value it refuses."""
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -157,10 +154,7 @@ def check_model(args, device: torch.device):
 
     arguments = vllm_arguments(args.model, args, device)
     arguments.pop("compilation_config", None)  # vllm.LLM takes more forms of it
-    with refusing(
-        f"--model {args.model}, --engine_args {args.engine_args}: vLLM can't generate "
-        f"text with them, in a window of {args.max_model_len} tokens"
-    ):
+    with refusing(f"--model {args.model}, --engine_args {args.engine_args}: vLLM refuses them"):
         EngineArgs(**arguments).create_engine_config()
     for kind, validate in ("", False), ("eval_", True):
         with refusing(f"--{kind}sampling_args"):
@@ -365,8 +359,8 @@ def keep_loaded(llm_engine):
 def skip_middle_tokens(processor):
     """Spares vLLM's OutputProcessor the tokens of a request between its first and its last.
 
-    Only their ids and logprobs are kept. With each token vLLM would also make entries for ranks and
-    decoded texts, and look for a stop string. Requests that have one still take vLLM's way."""
+    It would make entries for their ranks and texts; only ids and logprobs are kept. Requests with a
+    stop string still take vLLM's way."""
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 

@@ -69,8 +69,5 @@ class Watch(Listener):
             kind, _, tool = name.partition("/")
             n_calls = totals[f"tool_calls/{tool}"]
             if kind == "tool_exceptions" and n_calls >= FEW_CALLS and n_raised >= n_calls / 2:
-                problems["tools"] = (
-                    f"the tool {tool!r} raised in {n_raised} of its {n_calls} calls; its first "
-                    "exception was printed"
-                )
+                problems["tools"] = f"the tool {tool!r} raised in {n_raised} of its {n_calls} calls"
         return problems

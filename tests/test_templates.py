@@ -296,7 +296,8 @@ def test_a_fork_without_room_for_a_reply_ends_the_rollout(qwen3):
 def test_the_end_of_a_turn_is_a_stop_token(name, stops, tokenizer, tmp_path):
     """A base model's EOS does not end a turn in its template; GLM's turns end at the next one."""
     other = chat_templates.tokenizer_for(name, tokenizer)
-    ids = stop_token_ids(SimpleNamespace(model=str(tmp_path)), other)
+    args = SimpleNamespace(model=str(tmp_path), chat_template_args="{}")
+    ids = stop_token_ids(args, other)
     assert {other.decode([token]) for token in ids} == set(stops.split())
 
 

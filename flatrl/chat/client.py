@@ -1,6 +1,4 @@
-"""Agents written for the OpenAI client, in process: ChatClient looks like `AsyncOpenAI`.
-
-It records what it samples as exact tokens. flatrl/chat/endpoint.py offers the same over HTTP."""
+"""Agents written for the OpenAI client, in process; flatrl/chat/endpoint.py is for HTTP."""
 
 import asyncio
 import base64
@@ -13,7 +11,6 @@ from contextlib import suppress
 
 from agent_loop import (
     AgentLoopBase,
-    AgentLoopOutput,
     function_call,
     parse_tool_calls,
     set_tool_calls,
@@ -54,9 +51,9 @@ class ChatClient:
         """Returns an openai ChatCompletion, with vLLM's prompt_token_ids and token_ids.
 
         flatrl/chat/openai_api.py lists what a request may hold. Its `chat_template_kwargs` override
-        --chat_template_args. timeout and extra_headers are options of OpenAI's client, without
-        effect. Raises ValueError for what is refused there, for a stream, and for
-        content other than text and, for vision models, images as data: URLs."""
+        --chat_template_args. timeout and extra_headers, options of OpenAI's client, have no effect.
+        Raises ValueError for what is refused there, for a stream, and for content other than text
+        and, for vision models, images as data: URLs."""
         asked = read_request(request | (extra_body or {}))
         sampling = dict(self.sampling_params)
         max_tokens = asked["max_completion_tokens"] or asked["max_tokens"]
@@ -269,11 +266,6 @@ class ChatClient:
             prompt_token_ids=prompt,
         )
 
-    def outputs(self) -> list[AgentLoopOutput]:
-        """Returns the outputs of all token sequences, the most recently asked last."""
-        ordered = sorted(self.trajectories, key=lambda each: each.turn)
-        return [output for each in ordered for output in each.outputs()]
-
 
 def _identity(message):
     """Returns a message without what clients change: ids, names, space around replies."""
@@ -316,7 +308,8 @@ class ChatAgentLoop(AgentLoopBase):
             cut_off = client.refused or ("length" if is_full else "timeout")
         finally:
             await client.close()
-        outputs = client.outputs()
+        ordered = sorted(client.trajectories, key=lambda each: each.turn)  # the last asked is last
+        outputs = [output for each in ordered for output in each.outputs()]
         if outputs:
             outputs[-1].reward = client.reward
             outputs[-1].stop_reason = cut_off or outputs[-1].stop_reason

@@ -54,21 +54,20 @@ class ChatEndpoint:
 
     def __init__(self):
         self.clients: dict[str, tuple[ChatClient, str]] = {}  # a rollout's name -> client, key
-        self.url: str | None = None
         self.started: asyncio.Future | None = None
 
     async def add(self, client: ChatClient) -> tuple[str, str, str]:
         """Returns the name, base_url and api_key of a new rollout."""
         if self.started is None:
             self.started = asyncio.ensure_future(self.start())
-        await asyncio.shield(self.started)
+        url = await asyncio.shield(self.started)
         name = secrets.token_hex(8)
         key = secrets.token_urlsafe(24)
         self.clients[name] = client, key
-        return name, f"{self.url}/{name}/v1", key
+        return name, f"{url}/{name}/v1", key
 
-    async def start(self) -> None:
-        """Starts the server."""
+    async def start(self) -> str:
+        """Starts the server, and returns its URL."""
         # This import takes seconds, in which the event loop must go on.
         await in_thread(importlib.import_module, "vllm.entrypoints.openai.responses.utils")
 
@@ -79,15 +78,14 @@ class ChatEndpoint:
             form = anthropic_api.error if path.startswith("messages") else openai_api.error
             handler = functools.partial(self.reply, make, form)
             # Anthropic's client adds v1 to its base_url, OpenAI's does not.
-            for place in ("/{name}/v1", "/{name}/v1/v1"):
-                app.router.add_post(f"{place}/{path}", handler)
+            app.router.add_post("/{name}{v1:(/v1)+}/" + path, handler)
 
         # A client that leaves cancels its handler, because nobody reads the reply.
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0, backlog=4096).start()
         ((_, port),) = self.runner.addresses
-        self.url = f"http://127.0.0.1:{port}"
+        return f"http://127.0.0.1:{port}"
 
     async def ask(self, chat_of, reply_of, events, client: ChatClient, body: dict) -> web.Response:
         """Answers a request for a reply; a stream replays it. The functions: see APIS."""
@@ -112,9 +110,7 @@ class ChatEndpoint:
         return web.json_response({})
 
     async def reply(self, make: Callable, form: Callable, request: web.Request) -> web.Response:
-        """Returns the response that `await make(client, body)` returns, or its error.
-
-        form: puts an error into the words of the API."""
+        """Returns what `make(client, body)` does, or its error, by `form` in the API's words."""
         client, key = self.clients.get(request.match_info["name"], (None, ""))
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         sent = bearer, request.headers.get("x-api-key", "")  # OpenAI's way, Anthropic's
@@ -123,19 +119,15 @@ class ChatEndpoint:
         if client is None or not is_right:
             problem = form("unknown rollout or wrong key", "invalid_api_key")
             return web.json_response(problem, status=401)
-        status = 400
         limit = MAX_BODY_WITH_IMAGES if client.loop.processor else MAX_BODY
         try:
             body = await request.clone(client_max_size=limit).json()
             return await make(client, body)
-        except web.HTTPRequestEntityTooLarge:
-            status = 413
-            problem = form("the request is too large", "request_too_large")
         except OutOfBudget as error:
             problem = form(str(error), "context_length_exceeded")
         except BAD_REQUEST as error:
             problem = form(f"{type(error).__name__}: {error}", "invalid_request")
-        return web.json_response(problem, status=status)
+        return web.json_response(problem, status=400)
 
 
 ENDPOINT = ChatEndpoint()

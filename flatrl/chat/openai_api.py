@@ -44,9 +44,7 @@ def error(message: str, code: str) -> dict:
 
 
 def read_request(body: dict) -> dict:
-    """Returns what counts of a chat request: {name: its value or None} for the names in USED.
-
-    Raises ValueError if the request asks for anything that is not supported."""
+    """Returns {name in USED: its value or None}. Raises ValueError for what is not supported."""
     asked = {name for name, value in body.items() if value and value != USUAL.get(name)}
     unknown = asked - USED - RUNS_OWN - NO_MATTER
     if unknown:
