@@ -251,8 +251,7 @@ def score_tokens(
 def scatter_to_rows(shape: tuple, micro_batches: list[data.MicroBatch], scores: list) -> BT:
     """Returns the scores of micro-batches as one tensor, (B, T) or (B, T, K), 0 in other rows."""
     first = scores[0]  # every rank has a micro-batch, perhaps a filler
-    sizes = (*shape, *first.shape[2:])
-    result = torch.zeros(sizes, dtype=first.dtype)
+    result = torch.zeros(*shape, *first.shape[2:], dtype=first.dtype)
     for micro, values in zip(micro_batches, scores):
         if not micro.is_filler:  # a filler only gives ranks equal numbers of micro-batches
             result[micro.rows] = values.cpu()
@@ -375,7 +374,7 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     """Trains policy and critic: epochs x mini-batches x packed micro-batches.
 
     Sets batch["unit_tokens"], and batch["logprobs_old"] if `score_batch` has not. Returns metrics,
-    means over updates."""
+    means over mini-batches."""
     args = run.args
     batch["unit_tokens"] = batch.count_unit_tokens()  # without what mask_truncated excluded
     prompts = batch.units.prompts[batch.units.unit_of_row]  # (B,)
@@ -383,30 +382,28 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     if run.critic:
         run.critic.set_lr(step)
 
-    updates = []  # the metrics of each
-    # As long as no network has learnt from this step, a stop may drop it.
-    before_pass = lambda: gather_unless_stopped(None, run.stop.is_out_of_time)
+    updates = []  # the metrics of each, by a network
+
+    def before_pass():
+        if not updates:  # no network has learnt from this step, so a stop may drop it
+            gather_unless_stopped(None, run.stop.is_out_of_time)
+
     seeds = [data.stable_hash(args.seed, step, epoch) for epoch in range(args.epochs)]
     for rows in data.mini_batches(prompts, args.updates_per_epoch, seeds):
-        n_tokens = batch["lengths"][rows].sum().item()  # with prompts and what was given
-        metrics = {"actor/lr": lr, "batch/tokens": n_tokens}
         if step >= args.critic_warmup:
-            metrics |= update_policy(run, batch, rows, step, before_pass)
-            before_pass = None
+            updates.append(update_policy(run, batch, rows, step, before_pass))
             run.clock.lap("policy")
         if run.critic:  # which does not learn from demonstrations
             names = ["response_mask", "unit_tokens", "values", "returns"]
-            of_critic, _ = optimise(
+            metrics, _ = optimise(
                 run.critic, value_objective, batch, names, rows, args, run.accelerator,
                 before_pass=before_pass,
             )
-            metrics["critic/vf_loss"] = of_critic.pop("critic/loss")
-            metrics |= of_critic
-            before_pass = None
+            metrics["critic/vf_loss"] = metrics.pop("critic/loss")
+            updates.append(metrics)
             run.clock.lap("critic")
-        updates.append(metrics)
     move_reference(run)
-    return means(updates) | {"actor/adam_steps": run.policy.n_updates}
+    return means(updates) | {"actor/lr": lr, "actor/adam_steps": run.policy.n_updates}
 
 
 @torch.no_grad()
@@ -418,7 +415,7 @@ def move_reference(run: "Run"):
 
 
 def update_policy(
-    run: "Run", batch: data.Batch, rows: list[int], step: int, before_pass: Callable | None
+    run: "Run", batch: data.Batch, rows: list[int], step: int, before_pass: Callable
 ) -> dict[str, float]:
     """Takes one optimiser step of the policy on these rows, which are the same on all ranks.
 
@@ -517,7 +514,7 @@ def optimise(
     args: Args,
     accelerator,
     loss_agg: str = "token-mean",
-    before_pass: Callable | None = None,
+    before_pass: Callable = lambda: None,
 ) -> tuple[dict, BT]:
     """Takes one optimiser step on some rows. All ranks pass the same rows; each computes its share.
 
@@ -537,8 +534,7 @@ def optimise(
     own_scores = []  # of each micro-batch
     n_unique = 0
     for i, micro in enumerate(Bar(micro_batches, "update")):
-        if before_pass:
-            before_pass()
+        before_pass()
         packed = learner.net.pack(batch, micro)
         of_rows = data.columns_of(batch, micro, names, accelerator.device)
         # Ranks average gradients in the last pass alone; FSDP, whose are sharded, in every one.
@@ -559,6 +555,7 @@ def optimise(
     sums_of_rank = torch.tensor(list(sums.values()), dtype=torch.float64)
     totals = all_sum(sums_of_rank).tolist()
     metrics = dict(zip(sums, totals))
+    metrics["batch/tokens"] = batch["lengths"][rows].sum().item()  # prompts included
     metrics[f"{learner.name}/grad_norm"] = grad_norm
     return metrics, scatter_to_rows(batch["response_mask"].shape, micro_batches, own_scores)
 
@@ -903,10 +900,7 @@ class Run:
         Raises BadInput if the estimator's state can't be saved."""
         self.done += 1
         # Not as JSON, which would make integer keys texts.
-        with refusing(
-            f"--adv_estimator {self.args.adv_estimator}: checkpoints can't save its `state`; keep "
-            "numbers, texts and tensors there, and no functions"
-        ):
+        with refusing(f"--adv_estimator {self.args.adv_estimator}: pickle can't save its `state`"):
             state = pickle.dumps(self.estimator_state)
         self.kept = {"kl_coef": self.kl.coef, "estimator": state}
 
@@ -1005,10 +999,7 @@ def check_input(args: Args) -> tuple:
     hashes = {f"{split} rows": hash_of_rows(rows[split], args.seed) for split in rows}
     check_ranks_agree({f"--{name}": value for name, value in vars(args).items()} | hashes)
     if not args.num_steps or args.stop_at_reward is not None:
-        need(
-            rows["val"],
-            "--num_steps 0 and --stop_at_reward need validation rows, and no --eval_every -1",
-        )
+        need(rows["val"], "--num_steps 0, --stop_at_reward: no val rows, or --eval_every -1")
     if args.hints:
         has_hint = any(row.get("hint") for row in rows["train"])
         need(has_hint, "--hints (--algo opsd): no training row has a 'hint'")
