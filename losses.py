@@ -80,16 +80,6 @@ def _as_float(values):
     return values.to(torch.result_type(values, 1.0))
 
 
-def _moments(values, mask):
-    """Returns values - mean (0 at mask 0), the mean, the sum of squares of values - mean, and the
-    number of tokens: over the mask-1 tokens, in float64."""
-    mask, values = _masked(mask, values.double())
-    n_tokens = mask.sum()
-    mean = values.sum() / n_tokens.clamp(min=1)
-    centered = torch.where(mask, values - mean, 0)
-    return centered, mean, centered.square().sum(), n_tokens
-
-
 def group_sum(values: N, groups: N) -> N:
     """Returns, for each value, the sum of the values in its group.
 
@@ -275,12 +265,14 @@ def whiten(x: Tokens, mask: Tokens, shift_mean: bool = True) -> Tokens:
         (x - mean) / sqrt(var + 1e-8)    var is unbiased
 
     Pass the WHOLE batch, from all ranks. With shift_mean=False the mean stays as it is."""
-    centered, mean, squares, n_tokens = _moments(x, mask)
-    variance = squares / (n_tokens - 1).clamp(min=1)
-    white = centered * (variance + 1e-8).rsqrt()
+    mask, values = _masked(mask, x.double())
+    tokens = values[mask]
+    mean = tokens.mean()
+    variance = tokens.var(correction=min(1, len(tokens) - 1))
+    white = (values - mean) * (variance + 1e-8).rsqrt()
     if not shift_mean:
         white = white + mean
-    return torch.where(mask.bool(), white, 0).to(_as_float(x).dtype)
+    return torch.where(mask, white, 0).to(_as_float(x).dtype)
 
 
 @estimator("grpo")
@@ -610,13 +602,10 @@ def rollout_correction(
     return _zero_where_masked(mask, weights, stats)
 
 
-def value_loss(
-    values: BT, values_old: BT, returns: BT, mask: BT, clip: float | None
-) -> LossAndStats:
+def value_loss(values: BT, values_old: BT, returns: BT, mask: BT, clip: float) -> LossAndStats:
     """Computes the clipped value loss of PPO for each token, and stats.
 
         1/2 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)
-        1/2 (V - R)^2    with clip=None
 
     See arXiv 2005.12729, sec. 3.
 
@@ -627,25 +616,23 @@ def value_loss(
     mask, values, old, returns = _masked(mask, values, old, returns)
     error = values - returns
     unbounded = error.square()
-    bounded = unbounded
-    if clip is not None:
-        clipped = old + (values - old).clamp(-clip, clip)
-        bounded = (clipped - returns).square()
+    clipped = old + (values - old).clamp(-clip, clip)
+    bounded = (clipped - returns).square()
     loss = 0.5 * torch.maximum(unbounded, bounded)
-    stats = {
-        "value_clipfrac": bounded > unbounded,
-        "value_error": error.abs(),
-    }
+    stats = {"value_clipfrac": bounded > unbounded, "value_error": error.abs()}
     return _zero_where_masked(mask, loss, stats)
 
 
 @no_grad
 def explained_variance(values: BT, returns: BT, mask: BT) -> Tensor:
     """Returns 1 - var(R - V) / var(R) over the mask-1 tokens; 0 if the returns do not vary."""
-    _, _, error_squares, _ = _moments(returns - values, mask)
-    _, _, return_squares, _ = _moments(returns, mask)
-    explained = 1 - error_squares / return_squares
-    return torch.where(return_squares > 0, explained, 0).to(returns.dtype)
+
+    def squares(x):
+        x = x[mask.bool()].double()
+        return (x - x.mean()).square().sum()
+
+    explained = 1 - squares(returns - values) / squares(returns)
+    return torch.where(squares(returns) > 0, explained, 0).to(returns.dtype)
 
 
 # ---- KL to the reference -------------------------------------------------------------------
@@ -701,13 +688,12 @@ class AdaptiveKL:
     target: float = 0.1
     horizon: float = 10_000
 
-    def update(self, kl: float, n: int) -> float:
-        """Updates the coefficient after n units with a mean KL of `kl`, and returns it.
+    def update(self, kl: float, n: int):
+        """Updates the coefficient after n units with a mean KL of `kl`.
 
         coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)"""
-        error = float(kl) / self.target - 1
+        error = kl / self.target - 1
         self.coef *= 1 + min(max(error, -0.2), 0.2) * n / self.horizon
-        return self.coef
 
 
 # ---- From per-token losses to one number ---------------------------------------------------
