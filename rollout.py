@@ -159,12 +159,12 @@ class Engine:
         self.changed = threading.Condition()
         self.inbox = []  # requests that vLLM does not have yet
         self.active = set()  # names of rollouts that run: --deterministic waits for them
-        self.must_return = False  # whether a waiting `step` should return
+        self.was_poked = False  # since the last `step`
         # Only the background thread uses this, except that `sleep` clears it.
         self.calls = Counter()  # of `generate`, by rollout name
         # Only the main thread uses these.
         self.running = {}  # call_id -> request that vLLM has
-        self.statistics = Counter()  # sums since the engine was built: see Rollouts
+        self.statistics = Counter()  # sums, see Rollouts; a pool's own while it uses the engine
         self.state = "awake"
         self.sleep()  # frees the memory until the first sync
 
@@ -217,7 +217,6 @@ class Engine:
         """Maps the KV cache; the engine can generate from here on."""
         self._require("synced")
         self.core.wake_up(tags=["kv_cache"])
-        self.must_return = False  # an earlier rollout may have left it set
         self.state = "awake"
 
     def sleep(self, level: int = 2, keep: bool = False):
@@ -315,7 +314,7 @@ class Engine:
     def poke(self):
         """Makes a waiting `step` return, so that its caller checks again for ended groups."""
         with self.changed:
-            self.must_return = True
+            self.was_poked = True
             self.changed.notify()
 
     # -- main thread
@@ -338,16 +337,16 @@ class Engine:
         started = time.perf_counter()
         added = []
         with self.changed:
-            self.changed.wait_for(lambda: self.must_return or self._has_work(), timeout)
+            self.changed.wait_for(lambda: self.was_poked or self._has_work(), timeout)
             # After `poke` the caller checks first whether the batch is complete, then comes back.
-            has_work = self._has_work() and not self.must_return
-            self.must_return = False
+            has_work = self._has_work() and not self.was_poked
+            self.was_poked = False
             if has_work:
                 added = self.inbox
                 self.inbox = []
         self.statistics["idle_s"] += time.perf_counter() - started
-        if self.args.deterministic:
-            added.sort(key=lambda request: (request.rollout_name, request.turn))
+        # Not in the order of arrival, which depends on timing.
+        added.sort(key=lambda request: (request.rollout_name, request.turn))
         self._advance(added, runs_model=has_work)
 
     def _advance(self, added: Sequence[_Request] = (), runs_model=False, aborts_all=False):
@@ -615,9 +614,7 @@ class RolloutEngine:
     async def generate(self, *, request_id: str, **call) -> TokenOutput:
         """Samples one turn. Raises RuntimeError after the loop, as the engine may sleep then."""
         if self.engine is None:
-            raise RuntimeError(
-                "the rollout is over: let the agent loop judge, while the engine is awake"
-            )
+            raise RuntimeError("let the agent loop judge, while the engine is awake")
         started = time.perf_counter()
         caller = asyncio.current_task()
         self.callers.add(caller)
@@ -683,9 +680,7 @@ async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list
             output.extra.pop("told_prompt_ids", None)
     if turns:
         why = outputs[-1].stop_reason if outputs else "none"
-        raise ValueError(
-            f"the agent loop ended with {len(turns)} turns left to demonstrate; stop reason: {why}"
-        )
+        raise ValueError(f"{len(turns)} turns of the demonstration are left; stop reason: {why}")
     if outputs:
         outputs[-1].metrics["generate_s"] = rollout_engine.generate_s
     return outputs
@@ -741,8 +736,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
             if output.reward not in (None, last.reward) or output.group != last.group:
                 raise ValueError(
                     f"output {outputs.index(output)} of a rollout has another reward or group than "
-                    f"the last one of its unit {unit!r}: name a `unit` for each output that has a "
-                    "reward of its own, or use turn_rewards"
+                    f"the last of its unit {unit!r}: name a `unit` for each, or use turn_rewards"
                 )
         value = last.reward
         if value is None:
@@ -784,9 +778,8 @@ def _checked_reward(reward, row, file):
     except Exception as error:  # of any type, from an array or a class of the user
         raise BadReward(
             f"{file}: its reward is {' '.join(repr(reward).split()):.80} for the row with index "
-            f"{row.get('index')}: "
-            'return a number (0 for a wrong answer), or a dict with one under "score"; to leave a '
-            "rollout out, raise an error"
+            f"{row.get('index')}: return a number, or a dict with one under 'score'; an error "
+            "leaves the rollout out"
         ) from error
     score = checked_number(score, "a reward")
     return {**reward, "score": score} if isinstance(reward, dict) else score
@@ -1045,7 +1038,8 @@ class Pool:
 
         def batch_is_complete() -> bool:
             """Reads more of the states. If they make no batch yet, other groups may start."""
-            while len(states) - min(states.count(NO_SIGNAL), self.replacements) < self.batch_size:
+            # A batch has batch_size groups, and those that it replaces.
+            while len(states) < self.batch_size + min(states.count(NO_SIGNAL), self.replacements):
                 state = self.store.add(str(self.first_of_next_batch + len(states)), 0)
                 if state == RUNNING:
                     self._start_replacements(len(states), capacity)
@@ -1075,7 +1069,7 @@ class Pool:
     def _work_until(self, is_done: Callable[[], bool], title: str, total: int):
         """Lets the engine generate until is_done(), or until the run is told to stop."""
         engine = self.engine
-        statistics_before = Counter(engine.statistics)
+        engine.statistics = self.statistics
         started = time.perf_counter()
         try:
             if engine.leader:
@@ -1087,7 +1081,6 @@ class Pool:
             engine.end_phase()
             engine.mark_versions()  # counts the tokens of unfinished requests, too
             self.seconds += time.perf_counter() - started
-            self.statistics += engine.statistics - statistics_before
 
     def _step_until(self, is_done: Callable[[], bool], bar: Bar):
         """Steps the engine as `_work_until` says. It asks whenever a group has ended on a rank."""
