@@ -86,9 +86,8 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
             name = "group_reward"
         need(
             callable(getattr(module, name, None)),
-            f"--task {path} has no function {name}: a task file defines reward(output, row) or "
-            "group_reward(outputs, rows), load(split) unless --train_files and --val_files give "
-            "the rows, and build_model(path) unless --model gives the model",
+            f"--task {path} has no function {name}: it needs reward or group_reward, load unless "
+            "--train_files and --val_files are given, and build_model unless --model is",
         )
     return module
 
@@ -174,8 +173,7 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     fitting = np.flatnonzero(lengths <= limit)
     need(
         len(fitting),
-        f"no prompt left: all {len(lengths)} are longer than --max_prompt_tokens {limit}; "
-        f"raise it (the longest has {max(lengths)} tokens)",
+        f"all prompts exceed --max_prompt_tokens {limit}: the longest has {max(lengths)} tokens",
     )
     if isinstance(rows, list):
         return [rows[number] for number in fitting]
@@ -215,8 +213,7 @@ def _checked_length(row: dict, chat_tokenizer, task, args, processor) -> int:
     images = row.get("images") or []
     need(
         len(images) <= args.max_images,
-        f"{name}: {len(images)} images are more than max_images {args.max_images}, which "
-        "--agent_args can raise",
+        f"{name}: {len(images)} images exceed max_images {args.max_images} (--agent_args)",
     )
     with refusing(name):
         loop = agent_loop_class(row, task, args)
@@ -449,7 +446,8 @@ class EndToEnd:
 
     def __init__(self, batch: Batch):
         self.sampled = batch["response_mask"].bool()
-        # A turn's first token also takes the empty place before it. Above: 2 1 0 0 2, 2 1, 0 2 1.
+        # How many places a token takes: a turn's first one also takes the empty one before it.
+        # Above: 2 1 0 0 2, 2 1 0 0 0 and 0 2 1 0 0.
         widths = self.sampled.int() + losses.turn_starts(self.sampled)  # (B, T)
         taken = [0] * len(batch.units.names)  # the places of each unit so far
         offsets = []  # the place at which each output begins; above: 0 5 0
@@ -671,8 +669,8 @@ def in_prefix_order(batch: dict, rows: Sequence[int], is_packed: bool = True) ->
 def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     """Returns the number of tokens with which both sequences begin."""
     n = min(len(first), len(second))
-    differs = first[:n] != second[:n]
-    return int(differs.argmax()) if differs.any() else n
+    differs = np.append(first[:n] != second[:n], True)  # where the shorter one ends, at the latest
+    return int(differs.argmax())
 
 
 def balance(lengths: list[int], n: int) -> list[list[int]]:
@@ -780,14 +778,11 @@ def micro_batches_of_this_rank(
     # The largest first: the smaller ones fit into the memory that it leaves.
     parts.sort(key=lambda part: part.n_tokens, reverse=True)
     shares = balance([part.n_tokens for part in parts], n_ranks)
-    micros = []
-    for k in shares[dist.get_rank()]:
-        rows_of_part = sorted(parts[k].rows)
-        micros.append(in_prefix_order(batch, rows_of_part, is_packed))
+    mine = [parts[k].rows for k in shares[dist.get_rank()]]
+    micros = [in_prefix_order(batch, sorted(part), is_packed) for part in mine]
     # A filler has the shortest row, because its results are not used.
-    shortest = whole.lengths.index(min(whole.lengths))
-    filler = in_prefix_order(batch, [whole.rows[shortest]])
-    filler.is_filler = True
+    length, row = min(zip(whole.lengths, whole.rows))
+    filler = MicroBatch([row], [length], [0], is_filler=True)
     n_missing = max(map(len, shares)) - len(micros)
     return micros + [filler] * n_missing
 
