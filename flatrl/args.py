@@ -15,7 +15,7 @@ from flatrl.bad_input import need, refusing
 from flatrl.devices import device_defaults
 from flatrl.flags import check_value, flag, parse_flags
 from flatrl.log import steps_to_replay
-from flatrl.vllm_engine import check_arguments
+from flatrl.vllm_engine import FIXED_ARGUMENTS, check_arguments
 
 # The flags that --algo sets. A preset changes those of "grpo"; the user's own flags win.
 PRESETS: dict[str, dict] = {
@@ -69,9 +69,6 @@ LOOP_FLAGS = [
     "agent", "max_response_tokens", "max_model_len", "max_assistant_turns",
     "chat_template_args", "tool_parser"]
 LOOP_SETTINGS = [entry.name for entry in fields(LoopArgs) if entry.name not in LOOP_FLAGS]
-# The flags that hold a JSON object.
-JSON_FLAGS = [
-    "chat_template_args", "sampling_args", "eval_sampling_args", "engine_args", "lora_args"]
 
 
 def preset(help: str, choices=(), **bounds):
@@ -393,7 +390,7 @@ def check_args(args: Args):
         name = entry.name
         shown = f"agent_args: {name}" if name in LOOP_SETTINGS else name
         check_value(shown, getattr(args, name), **entry.metadata["rules"])
-    for name in JSON_FLAGS:
+    for name in FIXED_ARGUMENTS:  # the flags that hold a JSON object
         check_arguments(name, _json_object(name, getattr(args, name)), vars(args))
     check_flags_together(args)
     check_effects(args)
@@ -411,8 +408,7 @@ def check_flags_together(args: Args):
     need(not args.kl_top or args.kl_in == "loss",
          f"--kl_kind {args.kl_kind} is a loss, no reward of the sampled token: give --kl_in loss")
     need(not args.kl_coef or args.kl_in == "reward" or args.kl_kind != "k1",
-         "--kl_kind k1 teaches nothing as a loss, its gradient is 0 on average: give "
-         "--kl_in reward, or --kl_kind k2, k3 or topK")
+         "--kl_kind k1 teaches nothing as a loss: give --kl_in reward, or another --kl_kind")
     need(not args.ref_update or not args.ref_model,
          "--ref_update above 0 is for the starting model, not for a --ref_model")
     need(args.ref_update in (0, 1) or not args.lora_rank,
@@ -445,19 +441,16 @@ def check_registered(args: Args):
     check_value("policy_loss", args.policy_loss,
                 (*losses.OBJECTIVES, "or your own, by @objective in the task file"))
     need(args.group_size > 1 or "groups" not in args.estimator_takes,
-         f"--adv_estimator {args.adv_estimator} compares the rollouts of a prompt: "
-         "--group_size must be at least 2")
+         f"--adv_estimator {args.adv_estimator} compares the rollouts of a prompt: --group_size 2")
     need(args.algo != "ppo" or "values" in args.estimator_takes,
          f"--algo ppo with --adv_estimator {args.adv_estimator} would train no critic")
     need(not args.critic_warmup or "values" in args.estimator_takes,
          f"--critic_warmup has no effect with --adv_estimator {args.adv_estimator}")
     asks = "logprobs_ref" in [*args.estimator_takes, *args.objective_takes]
     need(args.has_reference or not asks,
-         f"--adv_estimator {args.adv_estimator} or --policy_loss {args.policy_loss} asks for "
-         "logprobs_ref, and there is no reference: give its --ref_model, --hints or a --kl_coef")
+         "the estimator or objective asks for logprobs_ref: give --ref_model, --hints or --kl_coef")
     need(args.kl_coef or asks or not (args.ref_model or args.hints),
-         "--ref_model and --hints have an effect only with a --kl_coef, or where the estimator or "
-         "objective asks for logprobs_ref")
+         "--ref_model and --hints need a --kl_coef, or an estimator or objective of logprobs_ref")
 
 
 def check_effects(args: Args):

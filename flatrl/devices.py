@@ -53,13 +53,10 @@ def device_defaults(args, cuda: bool) -> dict:
     """
     need(
         cuda or not torch.version.cuda,
-        "torch is CUDA's build, and there is no GPU that it can use: update the driver to 580 or "
-        "later (nvidia-smi), or leave out accelerate's --cpu; without a GPU source install.sh",
+        "torch, of CUDA's build, finds no GPU: update the driver to 580 or later, or leave out "
+        "accelerate's --cpu; without a GPU source install.sh",
     )
-    need(
-        not (cuda and args.deterministic),
-        "--deterministic: on CUDA attention's gradients vary",
-    )
+    need(not (cuda and args.deterministic), "--deterministic: not on CUDA, whose gradients vary")
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bfloat16" if cuda else "float32"
@@ -72,8 +69,7 @@ def decoder_layers(net: nn.Module, args) -> list[nn.Module]:
     layers = [module for module in net.modules() if type(module).__name__ in names]
     need(
         layers,
-        f"--shard, --compile: the code of --model {args.model} doesn't name its layers in "
-        "_no_split_modules; --dtype float32 without --shard needs none",
+        f"--shard, --compile: {args.model} has no _no_split_modules: give neither, and float32",
     )
     return layers
 
@@ -173,10 +169,10 @@ def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[s
         return
     models = [learner.net.model for learner in learners.values()]
     n_rows = args.prompts_per_step // args.updates_per_epoch * args.group_size
-    most = math.ceil(n_rows / dist.get_world_size()) * args.window  # a rank's share of an update
+    share = math.ceil(n_rows / dist.get_world_size()) * args.window  # a rank's, of an update
     _, n_used = count_parameters(models[0])  # the policy's
     flops_of_token = update_flops(args) * n_used
-    enough = given or max(args.window, min(most, int(FLOPS_OF_A_PASS / flops_of_token)))
+    enough = given or max(args.window, min(share, int(FLOPS_OF_A_PASS / flops_of_token)))
     tokens = _tokens_that_fit(learners, args)
     can_recompute = all(map(recomputable_layers, models))
     if tokens < enough and args.gradient_checkpointing is None and can_recompute:
@@ -185,7 +181,7 @@ def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[s
             recompute_activations(model)
         tokens = _tokens_that_fit(learners, args)
     args.fill({"gradient_checkpointing": False})
-    most = enough if args.gradient_checkpointing else most
+    most = enough if args.gradient_checkpointing else share
     # The longest rollout must be tried, whatever is predicted.
     args.tokens_per_micro_batch = given or max(args.window, min(tokens, most))
     flags = ("tokens_per_micro_batch", "gradient_checkpointing")
@@ -282,10 +278,7 @@ def join_group(backend: str):
             backend, timeout=PATIENCE, store=store, rank=rank, world_size=n_ranks
         )
     device = torch.device("cuda" if "nccl" in backend else "cpu")
-    with refusing(
-        "the ranks can't exchange a number: in a container give --ipc=host, or a larger "
-        "--shm-size; NCCL_DEBUG=INFO tells more"
-    ):
+    with refusing("ranks can't talk: in a container give --ipc=host; NCCL_DEBUG=INFO tells more"):
         if device.type == "cuda":
             dist.group.WORLD._get_backend(device)._set_default_timeout(GPU_PATIENCE)
         dist.all_reduce(torch.ones(1, device=device))
