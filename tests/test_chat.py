@@ -10,14 +10,12 @@ import pytest
 from conftest import HANGS, too_late
 from test_agent_loop import (
     ANSWER,
-    ASKED,
     END,
+    FIRST_WITH_TOOLS,
     NEVER,
-    PROMPT,
     SUM,
     assert_output,
     called,
-    encode,
     rollout,
     tool_turn,
     user,
@@ -31,7 +29,6 @@ from flatrl.chat.client import ChatAgentLoop, OutOfBudget
 CALCULATOR = as_tool(calculator.calculator).schema
 PARAMETERS = {"type": "object", "properties": {}}
 OTHER = {"type": "function", "function": {"name": "other", "parameters": PARAMETERS}}
-FIRST_WITH_TOOLS = f"<|im_start|>system\nTools: calculator{END}\n{ASKED}"
 
 
 def player(tokenizer, base=ChatAgentLoop, method="chat"):
@@ -120,17 +117,16 @@ def test_a_conversation_is_one_output(play, tokenizer, back):
     parts = [(1, said), tool_turn("2"), (2, "\n é 2 " + END)]
     thought = "<think>A lucky one.</think>"
     given = user_turn("Guess") + thought + "7" + END + user_turn("Sure?")
-    assert output.prompt_ids == encode(tokenizer, FIRST_WITH_TOOLS)
+    assert tokenizer.decode(output.prompt_ids) == FIRST_WITH_TOOLS
     assert_output(output, engine, *parts, given, (3, ANSWER + END))
     assert output.messages[1]["tool_calls"] == called(("calculator", {"expression": "1+1"}))
     assert (output.reward, output.stop_reason, output.num_turns) == (0.5, "stop", 6)
 
     (choice,) = completions[0].choices
-    usage = completions[0].usage
-    ids = encode(tokenizer, said)
+    ids = engine.said[1].token_ids
     assert completions[0].prompt_token_ids == engine.prompts[0]
     assert (choice.token_ids, choice.finish_reason) == (ids, "tool_calls")
-    assert (usage.prompt_tokens, usage.completion_tokens) == (len(engine.prompts[0]), len(ids))
+    assert completions[0].usage.total_tokens == len(engine.prompts[0] + ids)
 
 
 # In place: the client got the same objects in an earlier call.
@@ -145,8 +141,8 @@ CHANGES = {
 @pytest.mark.parametrize("changed", CHANGES)
 def test_a_changed_history_forks(play, tokenizer, changed):
     async def chat(client, **row):
-        history = [{"role": "system", "content": "Be brief."}, dict(PROMPT[0])]
-        history = await solve(client, history)
+        system = {"role": "system", "content": "Be brief."}
+        history = await solve(client, [system, user("What is 1+1?")])
         CHANGES[changed](history)
         tools = [CALCULATOR, OTHER] if changed == "tools" else [CALCULATOR]
         await ask(client, *history, user("Again"), tools=tools)

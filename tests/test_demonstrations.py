@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO, TINY, batch_with_rewards, metrics_of
+from conftest import TINY, batch_with_rewards, metrics_of
 from test_agent_loop import ANSWER, CALCULATOR, END, ROW, SUM, called, rollout, tool_turn
 from test_algos import output
 from torch.testing import assert_close as close
@@ -101,28 +101,11 @@ def test_advantages_and_metrics_do_not_see_demonstrations(flags):
     assert not mixed["advantages"][[2, 4]].any()
 
 
-# tiny_task: all prompts of the first step have a demonstration, and two of the second step.
-SHOWN = f"""
-import sys
-sys.path.insert(0, {str(REPO / "tests")!r})
-from tiny_task import *
-from tiny_task import load as without
-import data
-
-def load(split):
-    rows = without(split)
-    for number in data.prompt_order(24, 0, 6, 0) if split == "train" else ():
-        rows[number]["demonstration"] = ["12", "<answer>3</answer>"]
-    return rows
-"""
-
-
-def test_first_demonstrated_then_mixed_then_sampled(train_here, tmp_path):
-    out = tmp_path / "run"
-    (tmp_path / "shown.py").write_text(SHOWN)
-    flags = [*TINY, "--task", tmp_path / "shown.py", "--imitation_steps", "2", "--num_steps", "3"]
-    train_here(*flags, "--output_dir", out)
-    _, first, second, third = metrics_of(out, timings=True)
+def test_first_demonstrated_then_mixed_then_sampled(train_here, tmp_path, monkeypatch):
+    """All prompts of the first step have a demonstration, and two of the second step."""
+    monkeypatch.setenv("TINY_TASK_SHOWN", "6")
+    train_here(*TINY, "--imitation_steps", "2", "--num_steps", "3", "--output_dir", tmp_path)
+    _, first, second, third = metrics_of(tmp_path, timings=True)
 
     assert first["rollout/demonstrations"] == 4
     assert first["timing/sync_s"] == 0  # the engine slept

@@ -48,14 +48,9 @@ def commands() -> list[str]:
                 command = match[1].partition("#")[0]
                 found += [part.strip() for part in command.split("&&")]
     for plan in ("30", "trl", "tiny"):
-        printed = subprocess.run(
-            ["bash", REPO / "bench/gpu.sh", plan, "gpu_runs"],
-            env=os.environ | {"DRY": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found += [line.split(" ", 2)[2] for line in printed.stdout.splitlines()]
+        script = ["bash", REPO / "bench/gpu.sh", plan, "gpu_runs"]
+        printed = subprocess.check_output(script, env=os.environ | {"DRY": "1"}, text=True)
+        found += [line.split(" ", 2)[2] for line in printed.splitlines()]
     return sorted(set(found))
 
 

@@ -3,14 +3,13 @@
 import itertools
 
 import pytest
-from test_agent_loop import ANSWER, ASKED, END, SUM, assert_output, rollout, tool_turn, user_turn
+from test_agent_loop import ANSWER, END, SUM, assert_output, rollout, tool_turn, user_turn
+from test_agent_loop import FIRST_WITH_TOOLS as OPENING
 
 from agent_loop import CompactingLoop
 
 DONE = ANSWER + END
 NOTES = "It is 2."
-TOOLS = "<|im_start|>system\nTools: calculator<|im_end|>\n"
-OPENING = TOOLS + ASKED  # 17 tokens
 CALLS = [SUM + END, tool_turn("2")]  # 16 tokens
 ASKED_NOTES = [SUM + END, tool_turn("2\n\nNotes?")]
 

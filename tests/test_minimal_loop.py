@@ -28,7 +28,6 @@ def digits(output, row) -> float:
 def test_the_reward_rises(session_engine, args, tokenizer, monkeypatch, capsys):
     data.register_packed_attention()
     policy = Policy(args)
-    before = [p.clone() for p in policy.parameters()]
     loaded = args, torch.device("cpu"), tokenizer, policy, session_engine
     monkeypatch.setattr(minimal_loop, "load", lambda model: loaded)
     monkeypatch.setattr(minimal_loop, "LEARNING_RATE", 1e-2)
@@ -38,7 +37,6 @@ def test_the_reward_rises(session_engine, args, tokenizer, monkeypatch, capsys):
 
     assert session_engine.state == "asleep"
     assert session_engine.version == 4
-    assert all((new != old).any() for new, old in zip(policy.parameters(), before))
     steps = re.findall(LINE, capsys.readouterr().out)
     assert [int(step) for step, _, _ in steps] == [1, 2, 3, 4, 5]
     assert float(steps[-1][1]) > float(steps[0][1]) + 0.1

@@ -28,16 +28,10 @@ def whole(seed: int) -> list[AgentLoopOutput]:
     rng = random.Random(seed)
     outputs = []
     for number, text in enumerate(rng.sample(MASKS, len(MASKS))):
-        mask = [int(x) for x in text]
-        turn_reward = (text.index("1"), rng.random())
-        output = output_of(
-            mask,
-            prompt=[rng.randrange(5, 99) for _ in range(3)],
-            ids=[rng.randrange(5, 99) for _ in mask],
-            reward=rng.choice([0.0, 1.0, 0.5]),
-            turn_rewards=[turn_reward],
-            extra={"prompt": number // 4, "sample": number % 4, "segment": 0},
-        )
+        ids = [rng.randrange(5, 99) for _ in text]
+        rewards = [(text.index("1"), rng.random())]
+        final = rng.choice([0.0, 1.0, 0.5])
+        output = played(number // 4, number % 4, text, final, ids=ids, turn_rewards=rewards)
         outputs.append(output)
     return outputs
 

@@ -4,13 +4,20 @@ import asyncio
 import os
 import random
 
+import data
 from agent_loop import AgentLoopBase, register
 from examples import calculator
 from examples.tiny_models import init_model
 
 
 def load(split: str) -> list[dict]:
-    return calculator.load(split)[: 24 if split == "train" else 8]
+    """The first TINY_TASK_SHOWN prompts of a run have a demonstration."""
+    if split == "val":
+        return calculator.load(split)[:8]
+    rows = calculator.load(split)[:24]
+    for number in data.prompt_order(24, 0, int(os.environ.get("TINY_TASK_SHOWN", 0)), 0):
+        rows[number]["demonstration"] = ["12", "<answer>3</answer>"]
+    return rows
 
 
 def reward(output, row) -> float:
