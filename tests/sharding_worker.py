@@ -36,6 +36,7 @@ CASES = {
     "clipped": (130, "token-mean", {"shard": True, "max_grad_norm": 0.5}),
     "checkpointing": (60, "token-mean", {"shard": True, "gradient_checkpointing": True}),
     "hybrid": (60, "token-mean", {"shard": "hybrid"}),
+    "bfloat16": (60, "token-mean", {"shard": True, "dtype": "bfloat16"}),
     "images": (60, "token-mean", {"shard": True, "gradient_checkpointing": True}),
 }
 

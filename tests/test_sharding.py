@@ -76,13 +76,14 @@ def test_gradient_does_not_depend_on_micro_batches_ranks_or_sharding(
     """Several ranks compute that of one, in one pass and many. --max_grad_norm clips it."""
     tokens, loss_agg, flags = CASES[name]
     model = vision_model if name == "images" else tiny_model
-    flags = flags | {"shard": False}
+    flags = flags | {"shard": False, "dtype": "float32"}
     whole, parts = (
         gradients(Accelerator(cpu=True), model, n, loss_agg, **flags) for n in (4096, tokens)
     )
-    for result in (found[name], parts):
-        check_gradients(result["gradients"], whole["gradients"], 1e-5)
-        assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-4, abs=1e-7)
+    tolerances = {"bfloat16": (0.1, 0.05)}.get(name, (1e-5, 1e-4))
+    for result, (of_gradients, rel) in ((found[name], tolerances), (parts, (1e-5, 1e-4))):
+        check_gradients(result["gradients"], whole["gradients"], of_gradients)
+        assert result["metrics"] == pytest.approx(whole["metrics"], rel=rel, abs=1e-7)
     if name == "clipped":
         assert found[name]["metrics"]["actor/grad_norm"] > 1
         norms = torch.stack([gradient.norm() for gradient in found[name]["gradients"].values()])

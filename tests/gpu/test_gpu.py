@@ -3,14 +3,13 @@
 They cover --offload and whole runs. bench/gpu.py measures memory that sleep frees, weight syncs,
 and engine against trainer in bfloat16."""
 
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, clean_env, metrics_of
+from conftest import REPO, metrics_of, run
 from fixed_batch import batch_of
 
 import data
@@ -75,24 +74,12 @@ def test_offload_frees_the_gpu(model_path):
 # ---------------------------------------------------------------- processes of their own
 
 
-def launched(*command: str):
-    """Runs Python to its end. It is no rank, as this process has become."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        env=clean_env(),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    for word in ("CUDA error", "CUDA Error", "Traceback", "terminate called"):
-        assert word not in done.stderr, done.stderr[-4000:]
-
-
 def trained(folder: Path, *flags: str, task: str = "examples/calculator.py") -> list[dict]:
     """The metrics of a run of train.py."""
-    flags = ["--task", task, "--output_dir", str(folder), "--gpu_memory_utilization", "0.2", *flags]
-    launched("train.py", *flags)
+    flags = ["--task", task, "--gpu_memory_utilization", "0.2", *flags]
+    printed = run(*flags, "--output_dir", folder)
+    for word in ("CUDA error", "CUDA Error", "Traceback", "terminate called"):
+        assert word not in printed, printed
     return metrics_of(folder)
 
 
@@ -100,6 +87,7 @@ def test_an_asynchronous_run_ends_cleanly_and_resumes(tmp_path):
     flags = [
         *["--max_staleness", "2", "--oversample", "1.5", "--save_every", "1"],
         *["--eval_every", "2", "--prompts_per_step", "8", "--offload", "optimizer"],
+        *["--algo", "ppo", "--kl_coef", "0.01"],
     ]
     rows = trained(tmp_path / "run", *flags, "--num_steps", "3")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -116,16 +104,3 @@ def test_images_and_requests_that_are_kept_over_a_sync(tmp_path):
     flags += ["--eval_every", "0", "--max_staleness", "1", "--oversample", "2"]
     for row in trained(tmp_path / "run", *flags, task="tests/vision_task.py")[1:]:
         assert row["rollout/logp_diff_mean"] < 0.05 and row["rollout/failed_agent_loop"] == 0
-
-
-def test_training_by_accelerates_fsdp2_config(tmp_path):
-    config = ["--config_file", "configs/eight_gpus_fsdp2.yaml"]
-    config += ["--num_processes", str(torch.cuda.device_count())]
-    flags = ["--algo", "ppo", "--kl_coef", "0.01", "--num_steps", "2"]
-    flags += ["--gpu_memory_utilization", "0.2", "--output_dir", str(tmp_path / "run")]
-    launched("-m", "accelerate.commands.launch", *config, "train.py", *flags)
-    rows = metrics_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    for row in rows[1:]:
-        assert row["actor/grad_norm"] > 0 and row["rollout/logp_diff_mean"] < 0.05
-    assert (tmp_path / "run/checkpoints/step_000002/.metadata").is_file()
