@@ -136,8 +136,7 @@ def test_batch_stats_reach_the_objective_as_columns(registries):
     close(batch["batch_stats/batch"], MASK / 2)
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_an_objective_gets_clean_inputs_and_may_weigh_imitation(registries, asks):
+def test_an_objective_gets_clean_inputs_and_may_weigh_imitation(registries):
     """Two tokens are sampled, the one between them is garbage, and the last is demonstrated."""
     got = {}
 
@@ -164,17 +163,15 @@ def test_an_objective_gets_clean_inputs_and_may_weigh_imitation(registries, asks
     scores = {"logprobs": logprobs, "entropy": torch.tensor([[0.5, math.nan, 1, 2]])}
     # The weights of the correction, 1 / e and 1, and the entropy bonus are not for imitation.
     flags = {"rollout_correction": "tis", "entropy_coef": 0.25, "clip_high": 0.5, "clip_c": 3.0}
-    args = Args(policy_loss="mine" if asks else "reinforce", num_steps=10, lam=0.1, **flags)
+    args = Args(policy_loss="mine", num_steps=10, lam=0.1, **flags)
     loss, stats = train.policy_objective(scores, columns, args, 4, {"factor": 2.0})
+    assert got["entropy"].tolist() == [[0.5, 0, 1, 2]]
+    assert stats["bound"].tolist() == [[1.5, 0, 3, 0]]
+    assert stats["clipfrac"].tolist() == [[1, 0, 0, 0]]
     weights = torch.tensor([[1 / math.e, 0, 1, 0]])
-    plain, slopes = torch.tensor([[3.0, 0, -2, 0]]), torch.tensor([[-3.0, 0, 1, 0]])
-    if asks:
-        assert got["entropy"].tolist() == [[0.5, 0, 1, 2]]
-        assert stats["bound"].tolist() == [[1.5, 0, 3, 0]]
-        assert stats["clipfrac"].tolist() == [[1, 0, 0, 0]]
-        plain = 2 * torch.tensor([[-3 * math.e**2 - 0.05, 0, 1 - 0.1, 0]])
-        slopes = 2 * torch.tensor([[-6 * math.e**2, 0, 2, 0]])
-    imitation = torch.tensor([[0, 0, 0, 0.4 if asks else 1]])
+    plain = 2 * torch.tensor([[-3 * math.e**2 - 0.05, 0, 1 - 0.1, 0]])
+    slopes = 2 * torch.tensor([[-6 * math.e**2, 0, 2, 0]])
+    imitation = torch.tensor([[0, 0, 0, 0.4]])
     on = [0, 2, 3]
     bonus = 0.25 * torch.tensor([[0.5, 0, 1, 0]])
     close(loss[:, on], (plain * weights - bonus + 3 * imitation)[:, on])

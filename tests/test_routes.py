@@ -122,6 +122,10 @@ def test_other_routes_are_those_of_a_model_that_is_forced_to_them(
     args = args_of(tmp_path)
     policy = train.Policy(args)
     batch = batch_of(8)
+    with pytest.raises(BadInput, match="sampled tokens without routes"):
+        scores_of(policy, batch, args)
+    unsampled = torch.zeros_like(batch["response_mask"])  # as of demonstrations
+    assert not scores_of(policy, batch | {"response_mask": unsampled}, args).any()
     generator = torch.Generator().manual_seed(0)
     shared = torch.rand(100, 4, 4, generator=generator).argsort(-1)[..., :2].to(torch.int8)
     # Rows with a common prefix have the same routes there. The last token has none.
@@ -172,12 +176,3 @@ def test_a_trajectory_keeps_each_tokens_first_routes():
         packed = data.pack_rows(batch, micro, "cpu", is_packed, has_routers=True)
         assert packed["routes"][:, 0, 0].tolist() == [0] * 4 + [1] * 4 + [-1] * 2
     assert decode_routes(encode_routes(routes_of(3, 200))).unique().tolist() == [200]
-
-
-def test_sampled_tokens_without_routes_are_refused(tmp_path, process_group):
-    args = args_of(tmp_path)
-    with pytest.raises(BadInput, match="sampled tokens without routes"):
-        scores_of(train.Policy(args), batch_of(3), args)
-    batch = batch_of(3)
-    batch["response_mask"].zero_()  # as of demonstrations
-    assert scores_of(train.Policy(args), batch, args).shape == batch["response_mask"].shape
