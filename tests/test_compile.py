@@ -7,9 +7,6 @@ import torch
 from accelerate import Accelerator
 from fixed_batch import check_gradients, gradients
 
-from agent_loop import BadInput
-from train import Args, check_args
-
 
 def test_compiled_layers_have_the_same_gradients(tiny_model, process_group, monkeypatch):
     """By a backend that only traces: inductor takes minutes."""
@@ -25,8 +22,3 @@ def test_compiled_layers_have_the_same_gradients(tiny_model, process_group, monk
     assert counters["stats"]["unique_graphs"] > 0
     check_gradients(compiled["gradients"], plain["gradients"], 1e-5)
     assert compiled["metrics"] == pytest.approx(plain["metrics"], rel=1e-5, abs=1e-7)
-
-
-def test_routes_and_compiled_layers_are_refused():
-    with pytest.raises(BadInput, match="--compile with --router_replay: not implemented"):
-        check_args(Args(compile=True, router_replay=True))

@@ -158,15 +158,3 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(BadInput, match="more processes than GPUs: give --num_processes 4"):
         devices.start_processes(Args())
-
-
-def test_every_rank_loads_the_weights(process_group, monkeypatch):
-    """With accelerate's usual config for FSDP, transformers would give zeros to some."""
-    from transformers.distributed.fsdp import is_fsdp_enabled
-
-    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        monkeypatch.setenv(name, "true")
-    assert is_fsdp_enabled()
-    monkeypatch.setattr(devices, "Accelerator", lambda **_: None)  # there is one already
-    devices.start_processes(train.Args())
-    assert not is_fsdp_enabled()

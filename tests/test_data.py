@@ -51,21 +51,19 @@ def test_columns_may_be_json_texts(column, given, read):
 
 def test_nulls_are_arguments_but_not_where_arrow_puts_them(tmp_path):
     arguments = [{"a": 1, "b": None}, {"c": 2}]
-    calls = [[{"function": {"name": "f", "arguments": each}}] for each in arguments]
     rows = []
-    for call in calls:
-        turn = {"role": "assistant", "tool_calls": call}
-        rows.append({"prompt": "hello", "demonstration": [turn]})
+    for each in arguments:
+        call = {"function": {"name": "f", "arguments": each}}
+        rows.append({"prompt": "hello", "demonstration": [CALLING | {"tool_calls": [call]}]})
     table = datasets.Dataset.from_list(rows)
     lines, parquet = str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")
     Path(lines).write_text("\n".join(map(json.dumps, rows)))
     table.to_parquet(parquet)
-    read = [rows_of(rows), rows_of(table)]
-    read += [data.load_rows(SimpleNamespace(), "train", [name]) for name in (lines, parquet)]
+    files = [data.load_rows(SimpleNamespace(), "train", [name]) for name in (lines, parquet)]
     found = []
-    for rows in read:
-        turns = [row["demonstration"][0] for row in rows]
-        found.append([turn["tool_calls"][0]["function"]["arguments"] for turn in turns])
+    for read in (rows_of(rows), rows_of(table), *files):
+        calls = [row["demonstration"][0]["tool_calls"][0] for row in read]
+        found.append([call["function"]["arguments"] for call in calls])
     assert found == [arguments, [{"a": 1}, {"c": 2}]] * 2
 
 
@@ -78,8 +76,7 @@ def test_rows_are_numbered_and_get_the_system_prompt():
     ]
     rows = rows_of(source, SYSTEM_PROMPT="Be brief.")
     assert [row["index"] for row in rows] == [7, 42, 2]
-    brief = [BRIEF, *HELLO]
-    assert [row["prompt"] for row in rows] == [brief, own, brief]
+    assert [row["prompt"] for row in rows] == [CHAT, own, CHAT]
 
 
 def test_rows_from_files_are_those_of_a_list(tmp_path):

@@ -148,10 +148,11 @@ def test_a_tensor_that_a_sync_leaves_out_is_named(engine, tiny_model, monkeypatc
         train.sync(engine, policy, 1)
 
 
-def test_the_config_for_eight_gpus_shards(monkeypatch):
+def test_the_config_for_eight_gpus_shards(process_group, monkeypatch):
     """By the environment of a process that accelerate launch starts by it."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
+    from transformers.distributed.fsdp import is_fsdp_enabled
 
     command = ["--config_file", str(REPO / "configs/eight_gpus_fsdp2.yaml"), "train.py"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
@@ -160,3 +161,10 @@ def test_the_config_for_eight_gpus_shards(monkeypatch):
         if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
             monkeypatch.setenv(name, value)
     assert devices.sharding(Args()) is True and devices.sharding(Args(shard="hybrid")) == "hybrid"
+
+    # By another config transformers would load zeros on some ranks.
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    assert is_fsdp_enabled()
+    monkeypatch.setattr(devices, "Accelerator", lambda **_: None)  # there is one already
+    devices.start_processes(Args())
+    assert not is_fsdp_enabled()

@@ -345,13 +345,11 @@ def test_defaults_pass_the_checks_and_flags_parse():
         check_args(args)
         check_registered(args)
     check_args(Args(algo="opd", ref_model="x", kl_in="loss", kl_kind="top4"))
-    flags = ["--deterministic", "--train_files", "a.parquet", "b.jsonl", "--save_every", "3"]
-    args = parse_args(flags)
-    assert args.deterministic is True and args.train_files == ["a.parquet", "b.jsonl"]
-    assert args.save_every == 3 and parse_args(["--deterministic", "False"]).deterministic is False
-    for words, meant in ([], False), (["--shard"], True), (["--shard", "hybrid"], "hybrid"):
-        assert parse_args([*words, "--seed", "1"]).shard == meant
-    assert parse_args(["--shard", "false"]).shard is False
+    files = parse_args(["--train_files", "a.parquet", "b.jsonl", "--seed", "3"])
+    assert (files.train_files, files.seed) == (["a.parquet", "b.jsonl"], 3)
+    forms = {"--shard": True, "--shard hybrid": "hybrid", "--shard False": False, "": False}
+    for words, meant in forms.items():
+        assert parse_args([*words.split(), "--seed", "1"]).shard == meant
     assert Args(epochs=3, prompts_per_mini_batch=8).updates_per_step == 12
     assert Args(rollout_correction="icepop:0.3:8").correction == ("icepop", 0.3, 8.0)
 
@@ -363,6 +361,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(algo="opd"), "--reward_coef 0 (--algo opd) learns from the KL to a teacher"),
     (dict(kl_coef=0.1, kl_kind="k1"), "--kl_kind k1 teaches nothing as a loss"),
     (dict(engine_args='{"tensor_parallel_size": 2}'), "can't be set here: it is a flag"),
+    (dict(compile=True, router_replay=True), "--compile with --router_replay: not implemented"),
 ])  # fmt: skip
 def test_flags_without_effect_or_sense_are_refused(flags, said):
     with pytest.raises(BadInput) as error:
