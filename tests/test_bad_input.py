@@ -20,11 +20,11 @@ from train import Args, check_args, parse_args
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-def refused(function, naming: str = "") -> None:
+def refused(function, naming: str) -> None:
     with pytest.raises(BadInput) as caught:
         function()
     text = str(caught.value)
-    assert text.strip() and "\n" not in text and naming in text
+    assert "\n" not in text and naming in text
 
 
 @pytest.mark.parametrize("flag, said", [
@@ -95,16 +95,13 @@ def test_files_replace_load(process_group, tmp_path, tiny_model, monkeypatch):
 
 
 GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-
-
-def check_engine(args: Args):
-    check_model(args, torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("check, model_type, architecture, more, said", [
     (models.load_tokenizer, "qwen3", "Qwen3ForCausalLM", GPTQ, "is quantised: only unquantised"),
     (train.Policy, "vit", "ViTForImageClassification", {}, "can't be loaded for training"),
-    (check_engine, "codegen", "CodeGenForCausalLM", {}, "['CodeGenForCausalLM'] are not supported"),
+    (lambda args: check_model(args, CPU), "codegen", "CodeGenForCausalLM", {}, "not supported"),
 ])  # fmt: skip
 def test_models(check, model_type, architecture, more, said, tmp_path, tokenizer, process_group):
     tokenizer.save_pretrained(tmp_path)

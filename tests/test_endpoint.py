@@ -163,9 +163,6 @@ def test_responses_continue_as_one_output(play, tokenizer):
     assert_output(output, engine, *parts, (3, "123"))
 
 
-TOOL = {"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}
-
-
 def parts_of(message) -> list[tuple]:
     """A message's blocks: their types, and what they hold."""
     keys = {"text": "text", "thinking": "thinking", "tool_use": "input"}

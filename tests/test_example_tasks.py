@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 from conftest import REPO, output_of
-from test_agent_loop import END, rollout, said_by
+from test_agent_loop import END, call, rollout, said_by
 
 from data import load_task
 from examples import calculator, environments
@@ -57,7 +57,6 @@ def test_the_reward_of_an_answer(task, text, reward):
 
 # ---------------------------------------------------------------- several outputs
 
-CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "37+48"}}\n</tool_call>'
 RIGHT, WRONG_SUM = "<answer>85</answer>", "<answer>37</answer>"
 QUESTION = {
     "prompt": [{"role": "user", "content": "What is 37+48?"}],
@@ -68,7 +67,7 @@ QUESTION = {
 
 def test_a_tree_branches_after_the_first_call(tokenizer):
     lines = [RIGHT, WRONG_SUM, WRONG_SUM, WRONG_SUM]
-    trunk, *leaves = play(tree, tokenizer, QUESTION, CALL, *lines)
+    trunk, *leaves = play(tree, tokenizer, QUESTION, call(expression="37+48"), *lines)
     assert (trunk.unit, trunk.group, trunk.reward) == ("trunk", "", 0.25)
     prefix = trunk.prompt_ids + trunk.response_ids
     for i, (leaf, text) in enumerate(zip(leaves, lines, strict=True)):

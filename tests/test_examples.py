@@ -15,17 +15,7 @@ import data
 from flatrl.chat import client as chat_client
 from rollout import Engine, rollout
 
-# The example, and its --agent.
-EXAMPLES = {
-    "calculator": None,
-    "hints": None,
-    "gsm8k": None,
-    "gsm8k_user": None,
-    "retool": None,
-    "mcp_tools": None,
-    "langgraph_math": "langgraph",
-    "maze": None,
-}
+EXAMPLES = "calculator hints gsm8k gsm8k_user retool mcp_tools langgraph_math maze".split()
 
 
 class Recorder:
@@ -64,7 +54,8 @@ def wide_engine(args, tiny_model, tokenizer, process_group):
 def test_example(name, wide_engine, background, tokenizer, tiny_model, monkeypatch):
     task = data.load_task(str(REPO / "examples" / f"{name}.py"), ("load", "reward", "build_model"))
     engine, args = wide_engine
-    args = dataclasses.replace(args, agent=EXAMPLES[name], max_assistant_turns=4)
+    agent = "langgraph" if name == "langgraph_math" else None
+    args = dataclasses.replace(args, agent=agent, max_assistant_turns=4)
     rows = data.load_rows(task, "train")[:40]  # to render thousands takes seconds
     rows = data.filter_overlong(rows, tokenizer, task, args)[:3]
     assert data.load_rows(task, "val")

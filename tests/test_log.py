@@ -8,7 +8,6 @@ import pytest
 from conftest import HANGS, output_of, rows_of
 
 import data
-import flatrl.log
 from agent_loop import AgentLoopOutput
 from flatrl.log import Log
 from flatrl.metrics import describe_eval
@@ -50,13 +49,7 @@ def test_rollouts_are_a_line_each(tmp_path):
 def test_metrics_are_written_when_the_rollouts_are_on_disk(tmp_path, monkeypatch):
     log = Log(Args(output_dir=str(tmp_path)), None, 0)
     go_on = threading.Event()
-    write_whole = flatrl.log.write_whole
-
-    def write(file, text):
-        assert go_on.wait(HANGS)
-        write_whole(file, text)
-
-    monkeypatch.setattr(flatrl.log, "write_whole", write)
+    log.writer.submit(go_on.wait, HANGS)
     names = ["step_000001", "eval_000001"]
     for name in names:
         log.rollouts(name, [an_output()], [])  # does not wait
@@ -70,14 +63,12 @@ def test_metrics_are_written_when_the_rollouts_are_on_disk(tmp_path, monkeypatch
     assert row["step"] == 1 and row["timing/log_s"] > 0
 
 
-def test_rollouts_that_cannot_be_written_end_the_run(tmp_path, monkeypatch):
-    def write(file, text):
-        raise OSError(28, "No space left")
-
+def test_rollouts_that_cannot_be_written_end_the_run(tmp_path):
     log = Log(Args(output_dir=str(tmp_path)), None, 0)
-    monkeypatch.setattr(flatrl.log, "write_whole", write)
+    (tmp_path / "rollouts").rmdir()
+    (tmp_path / "rollouts").touch()
     log.rollouts("step_000001", [an_output()], [])
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(FileExistsError):
         log.metrics({"step": 1})
     assert not (tmp_path / "metrics.jsonl").exists()
 

@@ -19,7 +19,6 @@ def test_what_can_not_be_played_names_its_row(demonstration, tmp_path):
 
 
 def test_a_model_learns_its_demonstrations(tmp_path):
-    random.seed(0)
     set_seed(0)
     words = ["even", "odd"]
     rows = [{"prompt": str(n % 10), "demonstration": words[n % 2]} for n in range(640)]

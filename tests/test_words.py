@@ -68,17 +68,11 @@ def assistant(content) -> dict:
     return {"role": "assistant", "content": content}
 
 
-LIMITS = {
-    "max_response_tokens": 10**6,
-    "max_tool_response_tokens": 10**5,
-    "tool_parser": "hermes",
-}
-
-
-def run(tokenizer, task, *lines, row=None, **flags):
+def run(tokenizer, task, *lines, **how):
     """Runs a rollout without tight limits; returns its outputs and the scripted engine."""
     lines = [(line + tokenizer.eos_token, "stop") for line in lines]
-    return rollout(tokenizer, *lines, task=task, row=row, **LIMITS | flags)
+    how |= {"max_response_tokens": 10**6, "max_tool_response_tokens": 10**5}
+    return rollout(tokenizer, *lines, task=task, tool_parser="hermes", **how)
 
 
 @pytest.mark.parametrize("speaker", ["tool", "user", "opening"])
