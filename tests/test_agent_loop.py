@@ -18,7 +18,7 @@ import pytest
 from conftest import HANGS, output_of, too_late
 
 import agent_loop
-from agent_loop import LoopArgs, TokenOutput, ToolResponse
+from agent_loop import AgentLoopOutput, CompactingLoop, LoopArgs, TokenOutput, ToolResponse
 from examples import calculator
 from flatrl.processes import Background
 
@@ -124,7 +124,7 @@ class Script:
         return TokenOutput(ids, logprobs, [n] * len(ids), reason, list(prompt_ids))
 
 
-def assert_output(output: agent_loop.AgentLoopOutput, engine: Script, *parts) -> None:
+def assert_output(output: AgentLoopOutput, engine: Script, *parts) -> None:
     """The response is exactly these parts, and the engine saw what precedes each sampled one.
 
     A part is (n, text) if it was sampled in the engine's n-th call, and a plain text if given."""
@@ -144,12 +144,31 @@ def assert_output(output: agent_loop.AgentLoopOutput, engine: Script, *parts) ->
     assert output.response_versions == versions
 
 
-def assert_response(output: agent_loop.AgentLoopOutput, engine: Script, *parts: str) -> None:
+def assert_response(output: AgentLoopOutput, engine: Script, *parts: str) -> None:
     """The response is exactly these texts: sampled, given, sampled, ..."""
     numbered = list(parts)
     numbered[::2] = enumerate(parts[::2], 1)
     assert_output(output, engine, *numbered)
     assert len(engine.prompts) == len(parts[::2])
+
+
+def assert_exact(outputs: list[AgentLoopOutput], said: dict[int, TokenOutput]):
+    """Every sampled token is in exactly one output, behind what the engine saw when sampling.
+
+    said: what the engine said in each call, whose number is the version of its tokens."""
+    found = []
+    for output in outputs:
+        versions = output.response_versions
+        assert output.response_mask == [int(version > 0) for version in versions]
+        for n in {version for version in versions if version > 0}:
+            found.append(n)
+            start = versions.index(n)
+            end = start + versions.count(n)
+            assert versions[start:end] == said[n].versions
+            assert output.response_ids[start:end] == said[n].token_ids
+            assert output.response_logprobs[start:end] == said[n].logprobs
+            assert output.prompt_ids + output.response_ids[:start] == said[n].prompt_ids
+    assert sorted(found) == sorted(said)
 
 
 def task_of(*tools, **attributes) -> SimpleNamespace:
@@ -174,7 +193,7 @@ def rollout(tokenizer, *lines, task=CALCULATOR, row=None, sampling=None, **args)
 def play(tokenizer):
     """play(line, line, ..., task=, row=, sampling=, **args) -> (the only output, the engine)."""
 
-    def play(*lines, **how) -> tuple[agent_loop.AgentLoopOutput, Script]:
+    def play(*lines, **how) -> tuple[AgentLoopOutput, Script]:
         (output,), engine = rollout(tokenizer, *lines, **how)
         return output, engine
 
@@ -531,3 +550,45 @@ def test_what_a_loop_sets_after_the_last_word_goes_to_the_output_that_has_it():
     assert [output.reward for output in outputs] == [None, 0.7]
     assert [(output.unit, output.group) for output in outputs] == [("white", "first")] * 2
     assert [output.truncated for output in outputs] == [False, True]
+
+
+# ---------------------------------------------------------------- compaction
+
+CALLED = SUM + END + tool_turn("2")  # 16 tokens
+ASKED_NOTES = SUM + END + tool_turn("2\n\nNotes?")
+
+
+def continued(notes: str) -> str:
+    """The prompt of a sequence that begins with notes."""
+    return FIRST_WITH_TOOLS + notes + END + user_turn("Go.")
+
+
+# name: (lines, flags, the texts of the outputs)
+COMPACTIONS = {
+    "twice": (
+        [SUM, "It is 2.", SUM, "Two.", ANSWER], {"compact_at": 24},
+        [FIRST_WITH_TOOLS + ASKED_NOTES + "It is 2." + END,
+         continued("It is 2.") + ASKED_NOTES + "Two." + END,
+         continued("Two.") + ANSWER + END],
+    ),
+    "at three quarters of the window": (
+        [SUM] * 6 + ["It is 2.", ANSWER], {"max_model_len": 132},
+        [FIRST_WITH_TOOLS + CALLED * 5 + ASKED_NOTES + "It is 2." + END,
+         continued("It is 2.") + ANSWER + END],
+    ),
+    "not before the last turn": (
+        [SUM, ANSWER], {"compact_at": 24, "max_assistant_turns": 2},
+        [FIRST_WITH_TOOLS + CALLED + ANSWER + END],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines, flags, texts", COMPACTIONS.values(), ids=COMPACTIONS)
+def test_a_rollout_continues_from_a_summary(tokenizer, monkeypatch, lines, flags, texts):
+    monkeypatch.setattr(CompactingLoop, "SUMMARISE", "Notes?")
+    monkeypatch.setattr(CompactingLoop, "CONTINUE", "Go.")
+    outputs, engine = rollout(tokenizer, *lines, agent="compacting", **flags)
+    assert [tokenizer.decode(each.prompt_ids + each.response_ids) for each in outputs] == texts
+    assert_exact(outputs, engine.said)
+    assert all(output.response_mask[0] and output.unit == "" for output in outputs)
+    assert (outputs[-1].stop_reason, outputs[-1].metrics["compactions"]) == ("stop", len(texts) - 1)

@@ -14,6 +14,7 @@ from test_agent_loop import (
     FIRST_WITH_TOOLS,
     NEVER,
     SUM,
+    assert_exact,
     assert_output,
     called,
     rollout,
@@ -22,7 +23,7 @@ from test_agent_loop import (
     user_turn,
 )
 
-from agent_loop import AgentLoopOutput, TokenOutput, as_tool, register
+from agent_loop import as_tool, register
 from examples import calculator
 from flatrl.chat.client import ChatAgentLoop, OutOfBudget
 
@@ -44,25 +45,6 @@ def player(tokenizer, base=ChatAgentLoop, method="chat"):
 @pytest.fixture(scope="module")
 def play(tokenizer):
     return player(tokenizer)
-
-
-def assert_exact(outputs: list[AgentLoopOutput], said: dict[int, TokenOutput]):
-    """Every sampled token is in exactly one output, behind what the engine saw when sampling.
-
-    said: what the engine said in each call, whose number is the version of its tokens."""
-    found = []
-    for output in outputs:
-        versions = output.response_versions
-        assert output.response_mask == [int(version > 0) for version in versions]
-        for n in {version for version in versions if version > 0}:
-            found.append(n)
-            start = versions.index(n)
-            end = start + versions.count(n)
-            assert versions[start:end] == said[n].versions
-            assert output.response_ids[start:end] == said[n].token_ids
-            assert output.response_logprobs[start:end] == said[n].logprobs
-            assert output.prompt_ids + output.response_ids[:start] == said[n].prompt_ids
-    assert sorted(found) == sorted(said)
 
 
 async def ask(client, *messages, **how):

@@ -29,11 +29,7 @@ def loaded(**columns) -> dict:
     return data.load_rows(SimpleNamespace(load=lambda split: rows), "train")[0]
 
 
-def test_turns_are_texts_or_messages():
-    yes = {"role": "assistant", "content": "yes"}
-    for turns in ("yes", ["yes"], [yes]):
-        assert loaded(demonstration=turns)["demonstration"] == [yes]
-    assert loaded(demonstration=[CALL, "yes"])["demonstration"] == [CALL, yes]
+def test_rows_without_a_demonstration():
     rows = [loaded(), loaded(demonstration="yes")]
     assert list(data.demonstrated(rows, only=True)) == rows[1:]
     with pytest.raises(BadInput, match="no training row has a 'demonstration'"):

@@ -1,15 +1,12 @@
 """Tasks in examples/: their rewards, units, environments and judge."""
 
 import asyncio
-import functools
-import json
 from types import SimpleNamespace
 
-import httpx
-import openai
 import pytest
 from conftest import REPO, output_of
 from test_agent_loop import END, call, rollout, said_by
+from test_chat import player
 
 from data import load_task
 from examples import calculator, environments
@@ -114,18 +111,7 @@ def test_a_game_of_textarena(tokenizer):
 # ---------------------------------------------------------------- llm_judge.py
 
 
-def test_a_judge(monkeypatch):
-    asked = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(json.loads(request.content)["messages"][0]["content"])
-        message = {"role": "assistant", "content": "Right.\n**Grade: 7/10**"}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        return httpx.Response(200, json={"choices": [choice]})
-
-    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    connected = functools.partial(openai.AsyncOpenAI, http_client=http)
-    monkeypatch.setattr(openai, "AsyncOpenAI", connected)
+def test_a_judge(monkeypatch, tokenizer):
     monkeypatch.setenv("JUDGE_BASE_URL", "http://judge/v1")
     monkeypatch.setenv("JUDGE_MODEL", "a-judge")
     judge = load("llm_judge")
@@ -133,8 +119,13 @@ def test_a_judge(monkeypatch):
     chat = [{"role": "user", "content": "What is rust?"}, {"role": "assistant", "content": text}]
     output = output_of([1], messages=chat)
     row = {"reward_model": {"rubric": "Be right.", "ground_truth": "Iron oxide."}}
-    assert asyncio.run(judge.reward(output, row)) == {"score": 0.7, "grade": 7}
-    (text,) = asked
+
+    async def grade(client, **_):
+        monkeypatch.setattr(judge, "CLIENT", client)
+        assert await judge.reward(output, row) == {"score": 0.7, "grade": 7}
+
+    _, engine = player(tokenizer)(grade, "Right.\n**Grade: 7/10**")
+    text = tokenizer.decode(engine.prompts[0])
     for part in ("user: What is rust?", "Rubric: Be right.", "Reference answer: Iron oxide."):
         assert text.count(part) == 1
     assert text.count("</answer_to_grade>") == 1  # the answer can't end its tag

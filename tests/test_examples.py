@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from conftest import KEPT, REPO, make_run
-from test_chat import assert_exact
+from test_agent_loop import assert_exact
 from test_rollout import hf_model, wake
 
 import agent_loop

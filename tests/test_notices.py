@@ -14,8 +14,6 @@ from flatrl.trackers import Tracker
 from flatrl.watch import Watch
 from train import Args
 
-NETWORK = SimpleNamespace(model=SimpleNamespace(num_parameters=lambda: 9900), is_packed=True)
-
 
 @pytest.fixture
 def log(tmp_path, process_group):
@@ -36,23 +34,12 @@ def sampled(n: int, **attributes) -> list:
     return outputs
 
 
-def test_three_lines_at_the_start_and_two_at_the_end(log, monkeypatch):
+def test_a_run_ends_with_its_rewards_and_the_command_of_an_evaluation(log, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "--num_steps", "9", "--task", "my task.py"])
-    log.args = Args(num_steps=9, adv_estimator="rloo", agent="chat", epochs=2, lr=0.5)
-    log.steps_done = 4
-    rows = {"train": [{}] * 2, "val": [{}]}
-    notices = Notices(log)
-    rows_read = {"train": [{}] * 3, "val": [{}]}
-    notices.start(rows, rows_read, NETWORK, torch.device("meta"), None)
-    dropped, _, plan = log.said
-    assert "2 training rows (1 overlong ones dropped), 1 validation rows" in dropped
-    sampled = "steps 5 to 9 of 32 prompts x 8 = 256 rollouts by chat, 2 update(s), lr 0.5"
-    assert f"grpo with rloo: {sampled}" in plan
-    log.said.clear()
     rows = '{"step": 1, "reward/mean": 0.75}\n{"step": 2, "reward/mean": 0.5}'
     (log.folder / "metrics.jsonl").write_text(rows)
     (log.folder / "final").mkdir()
-    notices.close()
+    Notices(log).close()
     final = "evaluate: accelerate launch train.py --num_steps 9 --task 'my task.py' --num_steps 0 "
     final += f"--eval_every 0 --model {log.folder}/final --output_dir {log.folder}-eval"
     assert log.said == ["reward 0.750 -> 0.500, best 0.750 at step 1", final]
