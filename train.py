@@ -1,7 +1,6 @@
 """flatrl: multi-turn reinforcement learning for language models.
 
-`main` is the whole algorithm. The functions that it calls follow in the order of a step, then
-the networks. Set-up and shutdown are last.
+`main` is the whole algorithm. What it calls follows in the order of a step, then the networks.
 
     accelerate launch train.py                               # the built-in task, minutes on CPU
     accelerate launch train.py --model Qwen/Qwen2.5-0.5B-Instruct --task my_task.py
@@ -140,10 +139,7 @@ def collect_rollouts(run: "Run", step: int) -> Rollouts:
         if "baselines" in args.estimator_takes and step == 0 and not rollouts.greedy:
             raise BadInput(f"--replay {args.replay}: there are no greedy baselines")
         return rollouts
-    if not run.pool.needs_engine:
-        put_to_sleep(run)
-        return run.pool.rollout(step)
-    with awake(run) as sync_s:
+    with awake(run) if run.pool.needs_engine else contextlib.nullcontext(0.0) as sync_s:
         rollouts = run.pool.rollout(step)
     put_to_sleep(run)
     rollouts.sync_s = sync_s
@@ -373,8 +369,7 @@ def estimate_advantages(
 def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     """Trains policy and critic: epochs x mini-batches x packed micro-batches.
 
-    Sets batch["unit_tokens"], and batch["logprobs_old"] if `score_batch` has not. Returns metrics,
-    means over mini-batches."""
+    Sets batch["unit_tokens"], and batch["logprobs_old"] if it is missing. Returns mean metrics."""
     args = run.args
     batch["unit_tokens"] = batch.count_unit_tokens()  # without what mask_truncated excluded
     prompts = batch.units.prompts[batch.units.unit_of_row]  # (B,)
@@ -395,10 +390,7 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
             run.clock.lap("policy")
         if run.critic:  # which does not learn from demonstrations
             names = ["response_mask", "unit_tokens", "values", "returns"]
-            metrics, _ = optimise(
-                run.critic, value_objective, batch, names, rows, args, run.accelerator,
-                before_pass=before_pass,
-            )
+            metrics, _ = optimise(run.critic, value_objective, batch, names, rows, before_pass)
             metrics["critic/vf_loss"] = metrics.pop("critic/loss")
             updates.append(metrics)
             run.clock.lap("critic")
@@ -419,7 +411,7 @@ def update_policy(
 ) -> dict[str, float]:
     """Takes one optimiser step of the policy on these rows, which are the same on all ranks.
 
-    Sets batch["logprobs_old"] if `score_batch` has not. Returns metrics."""
+    Sets batch["logprobs_old"] if it is missing. Returns metrics."""
     args = run.args
     names = ["response_mask", "unit_tokens", "advantages", "versions", "logprobs_rollout"]
     optional = {"logprobs_ref", "ref_top_logprobs", "imitation_mask"}
@@ -430,8 +422,7 @@ def update_policy(
         names.append("logprobs_old")
     objective = functools.partial(policy_objective, step=step, state=run.estimator_state)
     metrics, logprobs = optimise(
-        run.policy, objective, batch, names, rows, args, run.accelerator, args.loss_agg,
-        before_pass,
+        run.policy, objective, batch, names, rows, before_pass, args.loss_agg
     )
     if "logprobs_old" not in batch:  # this is the only update of the step, of all rows
         batch["logprobs_old"] = all_sum(logprobs)  # to be compared with the engine's
@@ -456,7 +447,7 @@ def policy_objective(
     logprobs_rollout = columns["logprobs_rollout"]
     kind, low, high = args.correction
     ratio_to = logprobs_rollout if kind == "bypass" else old
-    optional = {"logprobs_ref", "versions"} & columns.keys()
+    optional = {"logprobs_rollout", "logprobs_ref", "versions"} & columns.keys()
     prefix = "batch_stats/"
     batch_stats = {x.removeprefix(prefix): columns[x] for x in columns if x.startswith(prefix)}
     loss, stats = losses.policy_loss(
@@ -475,7 +466,6 @@ def policy_objective(
         step=step,
         num_steps=args.num_steps,
         args=args,
-        logprobs_rollout=logprobs_rollout,
         **{name: columns[name] for name in optional},
     )
     imitation_loss = loss
@@ -511,20 +501,20 @@ def optimise(
     batch: dict,
     names: list[str],
     rows: list[int],
-    args: Args,
-    accelerator,
-    loss_agg: str = "token-mean",
     before_pass: Callable = lambda: None,
+    loss_agg: str = "token-mean",
 ) -> tuple[dict, BT]:
     """Takes one optimiser step on some rows. All ranks pass the same rows; each computes its share.
 
     objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores: what
     the network returns for b rows. columns: the batch's tensors of these `names`, for these rows.
-    loss_agg: a mode of losses.aggregate; demonstrated tokens add their mean.
     before_pass: called before each micro-batch, on all ranks; it may raise Stopped.
+    loss_agg: a mode of losses.aggregate; demonstrated tokens add their mean.
 
     Returns metrics (most names begin with the learner's), and the logprobs or values of this
     rank's rows, (B, T), 0 in the rows of others."""
+    args = learner.args
+    accelerator = learner.accelerator
     counts = data.count_globally(batch, rows, names)
     micro_batches = data.micro_batches_of_this_rank(
         batch, rows, args.tokens_per_micro_batch, learner.net.is_packed
@@ -549,7 +539,7 @@ def optimise(
         if not micro.is_filler:
             n_unique += packed["inputs"]["input_ids"].numel()
 
-    grad_norm = learner.step(accelerator, args.max_grad_norm, has_tokens=any(counts.values()))
+    grad_norm = learner.step(has_tokens=any(counts.values()))
     sums["batch/unique_tokens"] = n_unique  # the same for policy and critic
     # All ranks have the same metrics in the same order: each has a micro-batch, perhaps a filler.
     sums_of_rank = torch.tensor(list(sums.values()), dtype=torch.float64)
@@ -680,8 +670,7 @@ class Net(nn.Module):
     def forward(self, packed: dict) -> dict[str, Tensor]:
         """Returns the scores of the sampled tokens of R rows, by name: (R, T) each, 0 elsewhere.
 
-        packed: `data.pack_rows` of these rows. Everything happens in here, because a call that
-        bypasses DDP's wrapper would skip the averaging of gradients."""
+        packed: `data.pack_rows` of these rows. DDP averages gradients of what happens in here."""
         backbone = self.model.base_model
         inputs = packed["inputs"]
         if self.routers:
@@ -803,11 +792,13 @@ class Learner:
     ):
         self.name = name
         self.net = net
+        self.num_steps = num_steps
+        self.args = args
+        self.accelerator = accelerator
         self.wrapped = wrap(net, args, accelerator)
         layers.set_master_dtype(net, args)
         self.optimizers = make_optimizers(net, lr, args, accelerator.device, task)
         self.rates = [group["lr"] for group in self.groups]  # before the schedule
-        self.lr_factor = functools.partial(models.lr_factor, args, num_steps)
         self.n_updates = 0
 
     @property
@@ -819,16 +810,17 @@ class Learner:
         """Sets each group's learning rate by --lr_schedule, and returns that of the first.
 
         step: from 0, of those in which it learns."""
-        factor = self.lr_factor(step)
+        factor = models.lr_factor(self.args, self.num_steps, step)
         for group, rate in zip(self.groups, self.rates, strict=True):
             group["lr"] = rate * factor
         return self.groups[0]["lr"]
 
-    def step(self, accelerator, max_norm: float, has_tokens: bool) -> float:
-        """Takes an optimiser step with the current gradients, clipped to max_norm, and clears them.
+    def step(self, has_tokens: bool) -> float:
+        """Takes an optimiser step with the current gradients, clipped, and clears them.
 
         Returns their norm. Raises RunFailed if that is not finite."""
-        norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
+        bound = self.args.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), bound)
         norm = models.whole(norm).item()
         if not math.isfinite(norm):
             raise RunFailed(f"the gradient norm is {norm}: the weights are saved without it")
@@ -871,7 +863,7 @@ class Run:
     clock: Clock = field(default_factory=Clock)  # of the parts of a step
     evals: dict[int, float] = field(default_factory=dict)  # eval/reward by steps done
     done: int = 0  # steps
-    kept: dict = field(default_factory=dict)  # for a checkpoint, as it was after these steps
+    kept: dict = field(default_factory=dict)  # for a checkpoint: what a dropped step has changed
     saved: int = 0  # steps done at the last checkpoint
     mismatch_is_known: bool = False  # engine and trainer disagree, and the user was warned
     pool: Pool | None = None  # None with --replay

@@ -53,7 +53,6 @@ class Flatrl:
 
     def __init__(self, args: train.Args, accelerator, in_prefix_order):
         self.args = args
-        self.accelerator = accelerator
         self.in_prefix_order = in_prefix_order
         self.learner = train.Learner(train.Policy(args), LR, 1, args, accelerator)
 
@@ -64,7 +63,7 @@ class Flatrl:
     def update(self, batch: dict) -> None:
         data.in_prefix_order = self.in_prefix_order
         step = (train.policy_objective, batch, COLUMNS, range(len(batch["lengths"])))
-        train.optimise(self.learner, *step, self.args, self.accelerator)
+        train.optimise(self.learner, *step)
 
 
 class Bare:

@@ -99,9 +99,8 @@ def gradients(
     names += ["logprobs_old", "logprobs_rollout", "logprobs_ref"]
     names += {"imitation_mask", "ref_top_logprobs"} & batch.keys()
     objective = train.policy_objective
-    metrics, _ = train.optimise(
-        learner, objective, batch, names, list(range(19)), args, accelerator, loss_agg
-    )
+    rows = list(range(19))
+    metrics, _ = train.optimise(learner, objective, batch, names, rows, loss_agg=loss_agg)
     metrics.pop("batch/unique_tokens")  # depends on the micro-batches
     after = torch.cat([whole(p.detach()).flatten() for p in policy.parameters()])
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]

@@ -69,7 +69,7 @@ def run_of(accelerator, folder: Path, args: train.Args, n: int):
     learner = train.Learner(train.Policy(args), 0.1, 1, args, accelerator)
     batch = batch_of(n)
     batch["advantages"] = torch.ones_like(batch["response_mask"])
-    train.optimise(learner, train.policy_objective, batch, COLUMNS, range(n), args, accelerator)
+    train.optimise(learner, train.policy_objective, batch, COLUMNS, range(n))
     return types.SimpleNamespace(
         args=args, folder=folder, learners={"policy": learner}, pool=None, done=1, saved=0,
         log=SilentLog(), history=[], kept={"kl_coef": 0.0, "estimator": b""}, evals={},
@@ -115,9 +115,8 @@ def find_stop(accelerator, folder: Path, model: str) -> dict:
     before = state_of(run)
     with contextlib.suppress(processes.Stopped):
         train.optimise(
-            run.policy, train.policy_objective, batch, COLUMNS, range(19), run.args, accelerator,
-            before_pass=before_pass,
-        )  # fmt: skip
+            run.policy, train.policy_objective, batch, COLUMNS, range(19), before_pass=before_pass
+        )
         passes.append("not stopped")
     checkpoints.save_checkpoint(run)
     checkpoints.load_checkpoint(run, folder / "stopped/checkpoints/step_000001")

@@ -86,9 +86,8 @@ def test_frozen_weights_in_half_precision_change_no_number(args, process_group, 
     batch["advantages"] = torch.ones_like(batch["response_mask"])
 
     def train_one_step() -> dict:
-        learner = train.Learner(train.Policy(args), 1e-3, 1, args, ACCELERATOR)
-        metrics, _ = train.optimise(
-            learner, train.policy_objective, batch, COLUMNS, range(6), args, Accelerator(cpu=True))
+        learner = train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
+        metrics, _ = train.optimise(learner, train.policy_objective, batch, COLUMNS, range(6))
         return metrics
 
     found = train_one_step()

@@ -48,13 +48,13 @@ def test_offload_frees_the_gpu(model_path):
     data.register_packed_attention()
     policy = train.Policy(args)
     reference = train.build_reference(args, policy)
-    policy, _, reference = train.build_networks(args, accelerator, policy, reference)
+    policy, _, reference = train.build_networks(args, accelerator, policy, reference, None)
     batch = batch_of(8)
     for name in ("advantages", "logprobs_ref"):
         batch[name] = torch.ones_like(batch["response_mask"])
 
     def update():
-        train.optimise(policy, train.policy_objective, batch, COLUMNS, range(8), args, accelerator)
+        train.optimise(policy, train.policy_objective, batch, COLUMNS, range(8))
 
     update()  # Adam has states then
     run = types.SimpleNamespace(
