@@ -68,8 +68,7 @@ BL = Annotated[Tensor, "B L"]  # outputs x tokens of prompt and response, right-
 def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleType:
     """Imports a task file and returns the module. It may import modules from its own folder.
 
-    needs: names of functions that it must define; group_reward may stand for reward. Raises
-    BadInput if it can't be imported, or does not define them."""
+    needs: functions that it must define; group_reward may stand for reward. Raises BadInput."""
     file = Path(path)
     need(file.is_file() and file.suffix == ".py", f"--task {path}: no such Python file")
     name = f"task_{file.stem}"
@@ -221,10 +220,7 @@ def _checked_length(row: dict, chat_tokenizer, task, args, processor) -> int:
             for column, instead in UNREAD.items():
                 need(not row.get(column), f"{name}: {column!r} is not read, but {instead}")
         interaction = task_interaction(task, row_kwargs(row, "interaction_kwargs"))
-        need(
-            row["prompt"] or interaction,
-            f"{name}: its prompt is empty, and no Interaction speaks first",
-        )
+        need(row["prompt"] or interaction, f"{name}: its prompt is empty, without an Interaction")
         prompt = told_prompt(row) if args.hints else row["prompt"]
         schemas = tool_schemas(row, task)
         chat_template(chat_tokenizer).check_prompt(prompt, schemas)
@@ -265,8 +261,7 @@ def stable_hash(*parts) -> int:
 def by_unit(outputs: Outputs) -> Units:
     """Returns the Units of some outputs, in the order of their first outputs.
 
-    The outputs must be sorted by prompt, sample and segment (`Rollouts.sort`). A reward that is
-    still missing counts as 0."""
+    The outputs must be sorted (`Rollouts.sort`). A reward that is still missing counts as 0."""
     last = last_outputs(outputs)
     numbers = {unit_of(output): number for number, output in enumerate(last)}
     index = [numbers[unit_of(output)] for output in outputs]
@@ -367,14 +362,9 @@ class Batch(dict):
     """The outputs of a step, their tensors and their units, always aligned.
 
     Its keys are tensors of the outputs: those of `collate`, and those that the step adds, such as
-    batch["advantages"]. Row b of each belongs to outputs[b]. Its attributes are everything else:
-        outputs   the B outputs
-        units     their N units, see `by_unit`
-        layout    the tokens of each unit as one sequence, see `EndToEnd`
-        token_rewards
-                  (N, S) the shaped rewards at their tokens, set by train.set_token_rewards"""
+    batch["advantages"]. Row b of each belongs to outputs[b]. units: the outputs' (`by_unit`)."""
 
-    token_rewards: NS
+    token_rewards: NS  # the shaped rewards at their tokens, set by train.set_token_rewards
 
     def __init__(self, outputs: Outputs, tensors: dict):
         super().__init__(tensors)
@@ -446,8 +436,7 @@ class EndToEnd:
 
     def __init__(self, batch: Batch):
         self.sampled = batch["response_mask"].bool()
-        # How many places a token takes: a turn's first one also takes the empty one before it.
-        # Above: 2 1 0 0 2, 2 1 0 0 0 and 0 2 1 0 0.
+        # The places a token takes, for a turn's first one 2. Above: 2 1 0 0 2, 2 1, 0 2 1.
         widths = self.sampled.int() + losses.turn_starts(self.sampled)  # (B, T)
         taken = [0] * len(batch.units.names)  # the places of each unit so far
         offsets = []  # the place at which each output begins; above: 0 5 0
@@ -567,8 +556,7 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
 def expanded_to_tokens(numbers, mask: NS, name: str) -> NS:
     """Returns an estimator's result as (N, S): it may give one number for each unit, (N,).
 
-    name: what the message calls the numbers. Raises BadInput if they have another shape, or are
-    not finite at a token."""
+    name: for the message. Raises BadInput for another shape, or if a token's is not finite."""
     given = getattr(numbers, "shape", type(numbers))
     if isinstance(numbers, Tensor) and given == mask.shape[:1]:
         numbers = numbers[:, None].expand_as(mask)
@@ -676,8 +664,7 @@ def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
 def balance(lengths: list[int], n: int) -> list[list[int]]:
     """Deals the indices of some lengths to n shares of about equal total length.
 
-    The longest is dealt first (ties: lower index), each to the lightest share so far. With fewer
-    indices than n, some shares stay empty."""
+    The longest is dealt first (ties: lower index), each to the lightest share so far."""
     shares = [[] for _ in range(n)]
     totals = [0] * n
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)

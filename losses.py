@@ -179,8 +179,7 @@ def objective(name: str) -> Callable:
         clip_low, clip_high, clip_c   the flags; clip_c is None if it is off
         step, num_steps, args   as in `estimator`
     Return the loss per token, (B, T), to be minimised, or a tuple: that loss and a dict of
-    stats, (B, T) each. --rollout_correction, --entropy_coef and --kl_coef are applied to the
-    result at the mask."""
+    stats, (B, T) each. --rollout_correction, --entropy_coef and --kl_coef apply to the result."""
     return partial(_register, OBJECTIVES, _OBJECTIVE_INPUTS, name)
 
 
@@ -340,8 +339,7 @@ def opo_advantages(rewards: N, groups: N, lengths: N) -> N:
 
         A_i = r_i - sum_G(len r) / sum_G(len)
 
-    lengths: the mask-1 tokens of each unit. Weighting by them gives the baseline with the least
-    variance."""
+    lengths: mask-1 tokens of each unit. These weights give the baseline with least variance."""
     centered, _ = _center(rewards, groups)  # first, so that equal rewards give no rounding error
     lengths = lengths.double()
     weighted = group_sum(lengths * centered, groups)
@@ -373,8 +371,7 @@ def overlong_penalty(lengths: N, max_len: int, buffer: int) -> N:
 
 
 # ---- Objectives: per-token losses, to be summed by `aggregate` -----------------------------
-# In their formulas r is the ratio, A the advantage, sg a stop-gradient, and |y| the number of a
-# row's mask-1 tokens.
+# In formulas r is the ratio, A the advantage, sg a stop-gradient, |y| a row's mask-1 tokens.
 
 
 def policy_loss(
@@ -391,8 +388,7 @@ def policy_loss(
 ) -> LossAndStats:
     """Computes the policy-gradient loss of each token, to be minimised, and stats.
 
-    kind: "ppo", "gspo", "gmpo", "cispo", "sapo" or "reinforce", whose formulas are below, or
-        the name of your own `objective`.
+    kind: a name in OBJECTIVES: one of those below, or of your own `objective`.
     clip_low, clip_high: bounds of the ratio; gmpo: of its logarithm; sapo: temperatures.
     demonstrated: the tokens of demonstrations, at mask 0. Their loss is -logprobs, unless the
         objective asks for `demonstrated`.
@@ -455,8 +451,7 @@ def _ppo(ratio, advantages, clip_low, clip_high, clip_c):
 
         max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
 
-    Where A < 0, clip_c bounds the loss: it is at most -A clip_c (dual clip, arXiv 1912.09729,
-    eq. 5)."""
+    Where A < 0, the loss is at most -A clip_c (dual clip, arXiv 1912.09729, eq. 5)."""
     unbounded = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(unbounded, bounded)
@@ -666,13 +661,12 @@ def kl_estimate(logprobs: Tensor, logprobs_ref: Tensor, kind: str) -> Tensor:
 def top_kl(logprobs: Tensor, logprobs_ref: Tensor) -> BT:
     """Returns KL(pi_ref, pi) at each token, of K ids and of all other ids together.
 
-    Both arguments are (B, T, K), at the ids that pi_ref finds likeliest. With p of pi_ref and q
-    of pi:
+    Both are (B, T, K), at the ids that pi_ref finds likeliest. With p of pi_ref and q of pi:
 
         sum_k p_k log(p_k / q_k) + p_rest log(p_rest / q_rest)    p_rest = 1 - sum_k p_k
 
-    Without the rest (verl's forward_kl_topk), it can be negative. p_rest and q_rest are at least
-    1e-6, the exactness of a float32 sum."""
+    Without the rest (verl's forward_kl_topk) it can be negative. p_rest, q_rest >= 1e-6, the
+    exactness of a float32 sum."""
     p = logprobs_ref.detach().exp()
     p_rest = (1 - p.sum(-1)).clamp(min=1e-6)
     q_rest = (1 - logprobs.exp().sum(-1)).clamp(min=1e-6)
@@ -935,8 +929,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
             dz = sum_y g_y (onehot(y) - p) - g' p (log p + entropy)
 
-        over the K targets y of a token, with g = grad_logprobs and g' = grad_entropy. Autograd
-        casts the results to the inputs' dtypes."""
+        over the K targets y of a token, with g = grad_logprobs and g' = grad_entropy."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
         trains_weight = ctx.needs_input_grad[1]  # not with LoRA
