@@ -96,7 +96,6 @@ class _Request:
 
     call_id: str  # unique in the run: vLLM's request id
     rollout_name: str  # of the rollout that calls
-    turn: int  # how often the rollout had called before
     prompt_ids: list[int]
     params: dict  # vLLM's sampling parameters
     images: list | None
@@ -290,7 +289,7 @@ class Engine:
             params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
         future = asyncio.get_running_loop().create_future()
         call_id = f"{request_id}#{turn}"
-        request = _Request(call_id, request_id, turn, prompt_ids, params, image_data, future)
+        request = _Request(call_id, request_id, prompt_ids, params, image_data, future)
         with self.changed:
             self.inbox.append(request)
             self.changed.notify()
@@ -346,7 +345,7 @@ class Engine:
                 self.inbox = []
         self.statistics["idle_s"] += time.perf_counter() - started
         # Not in the order of arrival, which depends on timing.
-        added.sort(key=lambda request: (request.rollout_name, request.turn))
+        added.sort(key=lambda request: request.call_id)
         self._advance(added, runs_model=has_work)
 
     def _advance(self, added: Sequence[_Request] = (), runs_model=False, aborts_all=False):
@@ -430,8 +429,7 @@ class Engine:
         return TokenOutput(token_ids, logprobs, request.versions, reason, prompt_ids, routes)
 
     def abort_all(self):
-        """Drops all requests, but not their futures: a second cancellation would interrupt the
-        cleanup of their agent loops."""
+        """Drops all requests. To cancel their futures again would interrupt agents' cleanup."""
         with self.changed:
             self.inbox.clear()
             self.active.clear()
@@ -496,9 +494,7 @@ class Rollouts:
         """Raises NothingLeft, with the rollouts that were lost, unless the condition holds."""
         if not condition:
             first = self.errors[0]["error"] if self.errors else "none was raised"
-            raise NothingLeft(
-                f"{problem}: {dict(self.lost)}; the first error: {first.splitlines()[-1]}"
-            )
+            raise NothingLeft(f"{problem}: {dict(self.lost)}; an error: {first.splitlines()[-1]}")
 
     def metrics(self, engine: Engine | None) -> dict:
         """Returns metrics of outputs with rewards, groups, failures and, if given, the engine."""
@@ -603,8 +599,7 @@ class DemonstrationEngine:
 class RolloutEngine:
     """The engine of one rollout: an agent loop gets it in place of the Engine.
 
-    Calls go out under the rollout's own name, not the loop's request_id, so that sampling seeds
-    depend on (seed, step, prompt, sample, turn) alone."""
+    Calls go out under the rollout's name: seeds depend on (seed, step, prompt, sample, turn)."""
 
     engine: Engine | DemonstrationEngine | None  # None once the loop is over
     name: str
@@ -634,9 +629,8 @@ class RolloutEngine:
 async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list[AgentLoopOutput]:
     """Runs the agent loop of a row. Returns its outputs, completed by `complete_output`.
 
-    run: train.Run. row: a copy, which the loop may change. sampling: vLLM's parameters. Raises
-    whatever the loop raises, TypeError if it returns anything but outputs, and ValueError for token
-    ids or images that the model does not have."""
+    run: train.Run. row: a copy, which the loop may change. sampling: vLLM's parameters. Raises what
+    the loop raises, TypeError for a wrong result, and ValueError for unknown ids or images."""
     args = run.args
     engine = run.engine
     row |= {"step": member.step, "rollout_n": member.sample, "validate": member.validate}
@@ -928,8 +922,7 @@ class Pool:
             # The row is read in here, as a bad one of a large table raises.
             row = copy_row(self.row_of(member.prompt))
             outputs = await run_agent_loop(self.run, member, row, self.sampling)
-            # A copy, as a reward may change its own. What can't be pickled fails here, not when all
-            # rollouts are sent to the other ranks.
+            # A copy, as a reward may change its own. What can't be pickled fails here, and alone.
             kept = pickle.loads(pickle.dumps([*map(compact, outputs)]))
         except BaseException as error:  # a CancelledError, too, that the agent itself caused
             if self.future.cancelled():
@@ -1229,8 +1222,7 @@ def rollout(
         wait_for_rewards(rollouts, run.background, run.stop)
         rollouts.seconds += time.perf_counter() - started
     except (Stopped, RunFailed):
-        # All ranks raise these together. After another error, which is one rank's, `end` would
-        # wait for the others.
+        # All ranks raise these together. After one rank's own error `end` would wait for others.
         pool.end()
         raise
     pool.end()
@@ -1240,8 +1232,7 @@ def rollout(
 def training_pool(run, step: int, first: int = 0) -> Pool:
     """Returns the pool of a run that has finished `step` steps; `first` is its next prompt.
 
-    A prompt's number is its position in the endless shuffle of data.prompt_order or, if the task
-    has a `sampler`, in run.history."""
+    A prompt's number is its position in data.prompt_order or, of a `sampler`, in run.history."""
     args = run.args
     rows = run.rows["train"]
     sampler = getattr(run.task, "sampler", None)
