@@ -392,12 +392,7 @@ def check_args(args: Args):
         check_value(shown, getattr(args, name), **entry.metadata["rules"])
     for name in FIXED_ARGUMENTS:  # the flags that hold a JSON object
         check_arguments(name, _json_object(name, getattr(args, name)), vars(args))
-    check_flags_together(args)
-    check_effects(args)
 
-
-def check_flags_together(args: Args):
-    """Raises BadInput where flags contradict each other in a way that would spoil the result."""
     prompts = args.prompts_per_step
     mini_batch = args.prompts_per_mini_batch or prompts
     need(prompts % mini_batch == 0,
@@ -430,11 +425,11 @@ def check_flags_together(args: Args):
         losses.rollout_correction(kind, *torch.zeros(3, 1, 1), low, high)
     need(args.policy_loss == "ppo" or kind != "bypass",
          f"--rollout_correction bypass is for --policy_loss ppo, not {args.policy_loss}")
+    check_effects(args)
 
 
 def check_registered(args: Args):
-    """Raises BadInput where flags do not fit estimator, objective or agent loop, which the task
-    file has registered by now."""
+    """Raises BadInput where flags do not fit what the task file has registered by now."""
     agent_loop_class({}, None, args)
     check_value("adv_estimator", args.adv_estimator,
                 (*losses.ESTIMATORS, "or your own, by @estimator in the task file"))

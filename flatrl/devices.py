@@ -49,8 +49,7 @@ def device_defaults(args, cuda: bool) -> dict:
     """Returns {flag: value} for the flags left to the device.
 
     On CUDA, FSDP2 does the mixed precision, even on one rank, because autocast would keep
-    activations in float32, unlike vLLM. Raises BadInput if the device can't do what args ask for.
-    """
+    activations in float32, unlike vLLM. Raises BadInput for what the device can't do."""
     need(
         cuda or not torch.version.cuda,
         "torch, of CUDA's build, finds no GPU: update the driver to 580 or later, or leave out "
@@ -67,10 +66,7 @@ def decoder_layers(net: nn.Module, args) -> list[nn.Module]:
     """Returns the layers of a transformers model. Raises BadInput if its code names none."""
     names = {name for x in net.modules() for name in getattr(x, "_no_split_modules", None) or ()}
     layers = [module for module in net.modules() if type(module).__name__ in names]
-    need(
-        layers,
-        f"--shard, --compile: {args.model} has no _no_split_modules: give neither, and float32",
-    )
+    need(layers, f"{args.model} has no _no_split_modules: give float32 and no --shard, --compile")
     return layers
 
 
@@ -78,8 +74,7 @@ def shard(net: nn.Module, args, device: torch.device) -> nn.Module:
     """Shards a network in place by FSDP2, over all ranks or over those of each host (hybrid).
 
     Each decoder layer is a unit, whole only while it computes; the root has the rest. Parameters
-    and the sums of gradients are float32; for bfloat16, parameters are cast before they are
-    gathered."""
+    and sums of gradients are float32; parameters are cast to bfloat16 before they are gathered."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     shape = {"shard": dist.get_world_size()}
