@@ -427,12 +427,8 @@ BOTH = ToolResponse("both", reward=0.5, metrics={"a": 1})
 
 
 def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
-    kwargs = {
-        "create_kwargs": {"size": 1},
-        "execute_kwargs": {"user": "u"},
-        "calc_reward_kwargs": {"scale": 2},
-        "release_kwargs": {"force": True},
-    }
+    methods = ("create", "execute", "calc_reward", "release")
+    kwargs = {f"{method}_kwargs": {method: 1} for method in methods}
     answers = ("one", 0.25, {"rows": 2}), (BOTH, -1, {"b": 2}), BOTH
     notes, other = Notes(*answers, calc_reward=0.75), Notes(name="other")
     tools = notes, other, Notes(name="not of this row")
@@ -441,14 +437,9 @@ def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
     output, engine = play(TWO_NOTES, third, "bye", task=task_of(*tools), row=row)
     prompt = engine.tokenizer.decode(output.prompt_ids)
     assert prompt.startswith(f"<|im_start|>system\nTools: notes, other{END}")
-    assert notes.log == [
-        ("create", {"size": 1}),
-        ("execute", {"text": "a"}, {"user": "u"}),
-        ("execute", {"text": "b"}, {"user": "u"}),
-        ("execute", {"text": "c"}, {"user": "u"}),
-        ("calc_reward", {"scale": 2}),
-        ("release", {"force": True}),
-    ]
+    executed = [("execute", {"text": text}, {"execute": 1}) for text in "abc"]
+    ended = [("calc_reward", {"calc_reward": 1}), ("release", {"release": 1})]
+    assert notes.log == [("create", {"create": 1}), *executed, *ended]
     assert notes.request_ids == engine.request_ids and len(engine.request_ids) == 1
     assert other.log == []  # a tool that is not called is left alone
     parts = [TWO_NOTES + END, tool_turn("one", "both"), third + END, tool_turn("both"), "bye" + END]

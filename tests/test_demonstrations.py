@@ -82,12 +82,10 @@ def step_of(outputs: list, **flags) -> tuple[dict, dict]:
     {"adv_estimator": "gigpo", "max_staleness": 2, "rollout_correction": "tis"},
 ], ids=lambda flags: flags["adv_estimator"])  # fmt: skip
 def test_advantages_and_metrics_do_not_see_demonstrations(flags):
-    outputs = [output(0, 0, "111", 1.0), output(0, 1, "1011", 0.0), output(4, 0, "11", 1.0)]
-    for each, version in zip(outputs, (3, 2, 1)):
-        each.response_versions = [version if mask else -1 for mask in each.response_mask]
-    shown = [output(2, 0, "1101", 1.0), output(5, 0, "111", 0.25)]
+    outputs = [output(0, 0, "111", 1.0, version=3), output(0, 1, "1011", 0.0, version=2)]
+    outputs.append(output(4, 0, "11", 1.0, version=1))
+    shown = [output(2, 0, "1101", 1.0, version=-1), output(5, 0, "111", 0.25, version=-1)]
     for each in shown:
-        each.response_versions = [-1] * len(each.response_ids)
         each.extra["demonstration"] = True
         each.metrics["states"] = ["a"]
     plain, expected = step_of([*outputs], **flags)

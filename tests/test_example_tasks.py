@@ -1,15 +1,20 @@
-"""Tasks in examples/: their rewards, units, environments and judge."""
+"""Tasks in examples/: their rewards, units, environments, judge and models."""
 
 import asyncio
+import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import REPO, output_of
 from test_agent_loop import END, call, rollout, said_by
 from test_chat import player
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from data import load_task
 from examples import calculator, environments
+from examples.tiny_models import build_from_demonstrations
+from flatrl.bad_input import BadInput
 from rollout import set_rewards
 
 
@@ -129,3 +134,30 @@ def test_a_judge(monkeypatch, tokenizer):
     for part in ("user: What is rust?", "Rubric: Be right.", "Reference answer: Iron oxide."):
         assert text.count(part) == 1
     assert text.count("</answer_to_grade>") == 1  # the answer can't end its tag
+
+
+# ---------------------------------------------------------------- tiny_models.py
+
+
+@pytest.mark.parametrize("demonstration", [["8", "9"], "8<|im_end|>9", None, "8" * 2000])
+def test_what_can_not_be_played_names_its_row(demonstration, tmp_path):
+    row = {"prompt": "7", "demonstration": demonstration}
+    with pytest.raises(BadInput, match="row 0"):
+        build_from_demonstrations(tmp_path, SimpleNamespace(), [row])
+
+
+def test_a_model_learns_its_demonstrations(tmp_path):
+    set_seed(0)
+    words = ["even", "odd"]
+    rows = [{"prompt": str(n % 10), "demonstration": words[n % 2]} for n in range(640)]
+    random.shuffle(rows)
+    build_from_demonstrations(tmp_path, SimpleNamespace(), rows, pieces=words, batch_size=16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    chats = [[{"role": "user", "content": str(n)}] for n in range(10)]
+    batch = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        best = model(**batch).logits[:, -1].argmax(-1)
+    assert tokenizer.batch_decode(best[:, None]) == words * 5

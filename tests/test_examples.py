@@ -3,17 +3,21 @@
 llm_judge has single turns, and would need a judge."""
 
 import dataclasses
+import re
+import sys
 
 import pytest
 import torch
-from conftest import KEPT, REPO, make_run
+from conftest import KEPT, REPO, make_run, run
 from test_agent_loop import assert_exact
 from test_rollout import hf_model, wake
 
 import agent_loop
 import data
+from examples import calculator, minimal_loop
 from flatrl.chat import client as chat_client
 from rollout import Engine, rollout
+from train import Policy
 
 EXAMPLES = "calculator hints gsm8k gsm8k_user retool mcp_tools langgraph_math maze".split()
 
@@ -76,3 +80,37 @@ def test_example(name, wide_engine, background, tokenizer, tiny_model, monkeypat
     assert len(recorder.request_ids) == 6
     assert len(recorder.said) >= 12
     assert_exact(rollouts.outputs, recorder.said)
+
+
+# ---------------------------------------------------------------- minimal_loop.py
+
+LINE = r"step +(\d+)   reward (\d\.\d{3})   loss +(-?\d+\.\d{4})   [\d.]+ s"
+
+
+def test_the_minimal_loop_runs(tiny_model):
+    few = ["--steps", "1", "--prompts_per_step", "2", "--model", tiny_model]
+    printed = run(*few, script="examples/minimal_loop.py")
+    assert [step for step, _, _ in re.findall(LINE, printed)] == ["1"]
+
+
+def digits(output, row) -> float:
+    """The share of digits, which a random model can learn in a few steps."""
+    text = "".join(turn["content"] for turn in output.messages if turn["role"] == "assistant")
+    return sum(letter.isdigit() for letter in text) / max(1, len(text))
+
+
+def test_the_minimal_loop_learns(session_engine, args, tokenizer, monkeypatch, capsys):
+    data.register_packed_attention()
+    policy = Policy(args)
+    loaded = args, torch.device("cpu"), tokenizer, policy, session_engine
+    monkeypatch.setattr(minimal_loop, "load", lambda model: loaded)
+    monkeypatch.setattr(minimal_loop, "LEARNING_RATE", 1e-2)
+    monkeypatch.setattr(calculator, "reward", digits)
+    monkeypatch.setattr(sys, "argv", ["minimal_loop.py", "--steps", "5", "--prompts_per_step", "4"])
+    minimal_loop.main()
+
+    assert session_engine.state == "asleep"
+    assert session_engine.version == 4
+    steps = re.findall(LINE, capsys.readouterr().out)
+    assert [int(step) for step, _, _ in steps] == [1, 2, 3, 4, 5]
+    assert float(steps[-1][1]) > float(steps[0][1]) + 0.1

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import PartialState
-from conftest import output_of
+from test_algos import output
 
 from flatrl.notices import Notices
 from flatrl.trackers import Tracker
@@ -26,12 +26,8 @@ def log(tmp_path, process_group):
     return log
 
 
-def sampled(n: int, **attributes) -> list:
-    outputs = []
-    for prompt in range(n):
-        extra = {"prompt": prompt, "sample": 0, "segment": 0}
-        outputs.append(output_of([1, 1], [1], [7, 8], extra=extra, **attributes))
-    return outputs
+def sampled(n: int, reward=None, **more) -> list:
+    return [output(prompt, 0, "11", reward, ids=[7, 8], **more) for prompt in range(n)]
 
 
 def test_a_run_ends_with_its_rewards_and_the_command_of_an_evaluation(log, monkeypatch):
@@ -75,7 +71,7 @@ def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
     table = package.Table.call_args.kwargs
     fourth = dict(zip(table["columns"], table["data"][3], strict=True))
     assert len(table["data"]) == 64 and fourth["prompt"] == 3
-    assert fourth["reward"] == 0.75 and fourth["trajectory"] == "[1, 7, 8]"
+    assert fourth["reward"] == 0.75 and fourth["trajectory"] == "[1, 2, 7, 8]"
 
 
 # ---------------------------------------------------------------- the five warnings
@@ -84,9 +80,9 @@ def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
 def outputs_of(n_cut_off: int = 0, text: str = "", **metrics) -> list:
     """Returns two outputs with reward 0 and four with reward 1, of which some were cut off."""
     outputs = sampled(6, text=text, metrics=metrics)
-    for i, output in enumerate(outputs):
-        output.reward = float(i < 4)
-        output.stop_reason = "length" if i < n_cut_off else "stop"
+    for i, each in enumerate(outputs):
+        each.reward = float(i < 4)
+        each.stop_reason = "length" if i < n_cut_off else "stop"
     return outputs
 
 
