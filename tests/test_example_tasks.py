@@ -85,14 +85,12 @@ class Counts:
     def reset(self, num_players, seed):
         assert num_players == 1
         self.left = seed
-        self.paid = 0.0
         self.seen = [(-1, f"{seed} left", "prompt")]
 
     def step(self, action):
         if action not in ("1", "2"):
             raise environments.IllegalAction("say 1 or 2")
         self.left -= int(action)
-        self.paid += int(action) / 2
         self.seen = [(0, action, "move"), (-1, f"{self.left} left", "board"), (-1, "Go on.", "say")]
         return self.left < 1, {"taken": int(action)}
 
@@ -100,7 +98,7 @@ class Counts:
         return 0, self.seen
 
     def close(self):
-        return {0: self.paid}, {}
+        return {0: 1.5}, {}
 
 
 def test_a_game_of_textarena(tokenizer):

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import torch
-from conftest import output_of
+from test_algos import output
 
 import data
 from flatrl import report
@@ -58,17 +58,13 @@ def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(t
 def test_a_trajectory_has_its_tokens_with_their_advantages(tmp_path, tokenizer):
     folder = tmp_path / "run"
     ids = tokenizer.encode(f"abc{tokenizer.eos_token}ab", add_special_tokens=False)
-    mask = [1, 1, 0, 0, 0, 1]
     reward = {"score": 1.0, "form": 0.5}
-    changes = [
-        dict(reward=reward, turn_rewards=[(1, 0.25)]),
-        dict(stop_reason="length", reward=0.0),
-        dict(reward=0.0),
+    how = dict(ids=ids, logprob=-0.5)
+    outputs = [
+        output(4, 0, "110001", reward, turn_rewards=[(1, 0.25)], **how),
+        output(4, 1, "110001", 0.0, stop_reason="length", **how),
+        output(4, 2, "110001", 0.0, **how),
     ]
-    outputs = []
-    for sample, change in enumerate(changes):
-        extra = {"prompt": 4, "sample": sample, "segment": 0}
-        outputs.append(output_of(mask, ids=ids, logprob=-0.5, extra=extra, **change))
     outputs[2].extra["greedy"] = True
     batch = data.make_batch(outputs[:2])
     batch["advantages"] = torch.tensor([[0.5, 1.5, 9.0, 9.0, 9.0, -2.0], [0.125] * 6])
@@ -81,7 +77,7 @@ def test_a_trajectory_has_its_tokens_with_their_advantages(tmp_path, tokenizer):
         "kind": "step", "step": 2, "prompt": 4, "sample": 0, "segment": 0, "unit": "", "marks": [],
         "text": "".join(token_texts(tokenizer, [1, 2])), "n_prompt": 2, "stop": "stop", "turns": 0,
         "reward": 1.25, "parts": reward, "turn_rewards": [[1, 0.25]],
-        "tokens": ["a", "b", "c", tokenizer.eos_token, "a", "b"], "mask": mask,
+        "tokens": ["a", "b", "c", tokenizer.eos_token, "a", "b"], "mask": [1, 1, 0, 0, 0, 1],
         "logprobs": [-0.5, -0.5, 0.0, 0.0, 0.0, -0.5], "advantages": [0.5, 1.5, -2.0],
     }  # fmt: skip
     assert (alike["advantages"], alike["stop"], alike["marks"]) == (0.125, "length", [])

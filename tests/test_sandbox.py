@@ -35,8 +35,8 @@ def folder(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def run(code: str, timeout: float = HANGS, **limits) -> Result:
-    return asyncio.run(run_python(textwrap.dedent(code), timeout, **limits))
+def run(code: str) -> Result:
+    return asyncio.run(run_python(textwrap.dedent(code), HANGS))
 
 
 def programs() -> list[psutil.Process]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import batch_with_rewards, output_of
+from conftest import batch_with_rewards
 from test_algos import output as played
 from torch.testing import assert_close as close
 
@@ -120,9 +120,8 @@ def test_rollouts_count_alike_in_the_log_however_many_outputs_they_have():
     outputs = []
     for sample, n_outputs in enumerate((1, 4)):
         for segment in range(n_outputs):
-            extra = {"prompt": 0, "sample": sample, "segment": segment}
-            mask = [1] * (40 // n_outputs)
-            outputs.append(output_of(mask, num_turns=2 + segment, extra=extra))
+            mask = "1" * (40 // n_outputs)
+            outputs.append(played(0, sample, mask, None, segment, num_turns=2 + segment))
         last = outputs[-1]
         last.num_turns, last.stop_reason = 9, "length"
         last.metrics = {"tool_calls": 4, "tool_s": 1.5 * sample, "who": "x"}

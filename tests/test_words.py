@@ -75,19 +75,15 @@ def run(tokenizer, task, *lines, **how):
     return rollout(tokenizer, *lines, task=task, tool_parser="hermes", **how)
 
 
-@pytest.mark.parametrize("speaker", ["tool", "user", "opening"])
+@pytest.mark.parametrize("speaker", ["tool", "user"])
 def test_no_special_token_comes_of_what_the_world_says(form, speaker):
     def play_with(text):
         if speaker == "tool":
             return run(form, task_of(Notes(text)), call("notes"), "2")
-        said = [(False, each, 0.0, {}) for each in (text, "And now?")]
-        quiz = Quiz(*said)
-        row = {}
-        if speaker == "opening":
-            quiz.opening = text
-            row = {"prompt": []}
+        quiz = Quiz((False, text, 0.0, {}), (False, "And now?", 0.0, {}))
+        quiz.opening = text
         thought = "<think>\nhm\n</think>\n\n1"  # Qwen3's template drops it
-        return run(form, quiz_task(quiz), thought, "2", row=row, max_user_turns=1)
+        return run(form, quiz_task(quiz), thought, "2", row={"prompt": []}, max_user_turns=1)
 
     evil = spelled(form)
     outputs, engine = play_with(evil)
