@@ -203,8 +203,7 @@ def save_policy(run, folder: Path):
     """Writes the policy in Hugging Face format, with its tokenizer or processor.
 
     With --lora_rank the adapter is merged into the weights, and is also in the folder `adapter`
-    in peft's format. All ranks call this, and gather the parameters in --dtype. The main rank
-    holds those of one file at a time."""
+    in peft's format. All ranks call this. The main rank holds the weights of one file at a time."""
     model = run.policy.net.model
     dtype = run.policy.net.engine_dtype
     generation = model.generation_config
@@ -264,8 +263,7 @@ def _write_weights(folder, model, weights):
 
 
 def _write_policy(folder, model, dtype, generation, tokenizer, adapter, card):
-    """Completes a folder of weights: their index, the model's adapter if it has one, its
-    tokenizer, its card and its name."""
+    """Completes a folder of weights: its index, adapter (if any), tokenizer, card and name."""
     temporary = folder.with_name(f".{folder.name}")
     files = sorted(temporary.glob("model-*.safetensors"))
     if len(files) == 1:

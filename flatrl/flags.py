@@ -15,9 +15,8 @@ def flag(
 ) -> Field:
     """Returns the dataclass field of a flag.
 
-    choices: the allowed values; () allows any. A list holds choices to which a task file may add,
-    so it restricts nothing here. low, high: the bounds of a number. group: the heading in --help
-    of this flag and those below it."""
+    choices: the allowed values; () allows any, and so does a list, to which a task file may add.
+    low, high: the bounds of a number. group: in --help the heading from this flag on."""
     if choices:
         help += f" ({' | '.join(choices)})"
     rules = {"choices": choices, "low": low, "high": high}

@@ -15,8 +15,7 @@ from tqdm import tqdm
 def prepare_process():
     """Sets what torch reads when it is imported: threads on a CPU, the allocator on a GPU.
 
-    Until training begins, Ctrl-C ends the process at once, without a traceback. Lines are
-    printed at once, whatever their letters."""
+    Until training begins, Ctrl-C ends the process without a traceback. Lines come out at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")

@@ -1,5 +1,4 @@
-"""What a run writes about itself: metrics.jsonl, rollouts/*.jsonl, args.json, and the table on
-the terminal. Only the main rank writes."""
+"""What a run's main rank writes: metrics.jsonl, rollouts/*.jsonl, args.json, and the table."""
 
 import contextlib
 import json
@@ -67,9 +66,7 @@ class Log:
     ]
 
     def __init__(self, args, tokenizer, steps_done: int, rows_hash: str = ""):
-        """steps_done: those of the checkpoint to resume. Lines of later steps are removed.
-
-        rows_hash: as from `rows.hash_of_rows`."""
+        """Removes the lines of steps after steps_done. rows_hash: as from `rows.hash_of_rows`."""
         self.args = args
         self.tokenizer = tokenizer
         self.steps_done = steps_done

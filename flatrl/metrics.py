@@ -65,8 +65,7 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
 
     Rollouts count alike, whatever the number of their outputs: lengths, and the numbers in
     AgentLoopOutput.metrics (rollout/*), are summed over a rollout's outputs; num_turns and the
-    stop reason are those of its last one, prompt_length of its first one. Rewards are those of
-    units: data.by_unit of the outputs."""
+    stop reason are those of its last one, prompt_length of its first one. units: data.by_unit."""
     rollouts = grouped(map(rollout_of, outputs), outputs).values()
     n = len(rollouts)
     rewards = units.task_rewards.tolist()

@@ -184,8 +184,7 @@ def load_tokenizer(args, task=None) -> tuple:
     """Returns the model's tokenizer and its processor (None for a text model).
 
     task: a module. If it has TOOLS, args.tool_parser becomes the name of the parser that reads the
-    model's calls. Raises BadInput if there is none, if args.model can't be trained here, or if
-    --ref_model has another tokenizer."""
+    model's calls. Raises BadInput if it can't be trained, or --ref_model has another tokenizer."""
     config = load_config(args)
     processor = load_processor(args, config)
     if processor:

@@ -1,5 +1,4 @@
-"""What a run tells its user besides the table: three lines at the start, two at the end, rollouts
-that failed, and steps that taught nothing."""
+"""What a run tells besides the table: its plan, its end, failures, and steps without effect."""
 
 import shlex
 import sys
@@ -10,10 +9,7 @@ from agent_loop import AgentLoopOutput, total_reward
 from flatrl.files import logged
 from flatrl.log import Listener, Log
 
-NO_GRADIENT = (
-    "its gradient is 0. The teacher is the policy itself and was told nothing, or "
-    "--rollout_correction or the clip leaves no token"
-)
+NO_GRADIENT = "its gradient is 0: clip or --rollout_correction left no token, or there was no hint"
 
 
 class Notices(Listener):

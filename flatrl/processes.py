@@ -31,7 +31,6 @@ STOPPING = (
 STOP = "stop"  # the key under which the ranks' store counts those that were asked to stop
 # How many seconds an update has after a signal: half of those that a launcher allows.
 UPDATE_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
-OUT_OF_MEMORY = "out of memory"  # the key of what a rank that is tells the others
 
 
 class Stopped(Exception):
@@ -190,7 +189,7 @@ def oom_for_all() -> Iterator[None]:
         with contextlib.suppress(ValueError, RuntimeError):
             store = dist.distributed_c10d._get_default_store()
             # Sets the text, unless a rank has set its own, and returns what is set.
-            text = store.compare_set(OUT_OF_MEMORY, "", text).decode()
+            text = store.compare_set("out of memory", "", text).decode()
         need(not text, text)
         raise
 

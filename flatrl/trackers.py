@@ -16,8 +16,7 @@ MAX_ROWS = 64  # outputs of a step in its table
 class Tracker(Listener):
     """Logs metrics, and at W&B also a table of each step's first outputs.
 
-    With --resume the earlier run continues there. Raises BadInput if the tracker is not installed,
-    or can't log in or start a run."""
+    With --resume the earlier run continues there. Raises BadInput if the tracker can't be used."""
 
     def __init__(self, log: Log):
         super().__init__(log)

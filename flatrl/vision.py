@@ -100,8 +100,7 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
 
 
 def check_images(output, processor):
-    """Raises ValueError unless each image of an output has a run of placeholders in its ids, one
-    for each token of the image."""
+    """Raises ValueError unless an output's ids have a run of placeholders for each image."""
     if processor is None:
         expand([], output.images, None)  # raises if there are images
         return
@@ -162,9 +161,8 @@ class Vision:
         """Returns a model's further inputs for rows with images.
 
         packed: as from `data.pack_rows`. The result is position_ids (3, 1, P), in place of those
-        in packed["inputs"], and mm_encoder_outputs, those of the vision tower. An image in a
-        shared prefix is encoded once. The tower runs here: model.forward would pass it the
-        cu_seqlens of the tokens as its own."""
+        in packed["inputs"], and mm_encoder_outputs, those of the vision tower. It runs here, once
+        for an image in a shared prefix: model.forward would pass it the tokens' cu_seqlens."""
         positions = []
         images_to_encode = []
         for ids, images, n_shared in packed["images"]:

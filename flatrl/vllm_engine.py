@@ -42,12 +42,9 @@ ENVIRONMENT = {
     # With --tp: faster sums over GPUs that flatrl has not been measured with.
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    # vLLM's external launcher wants ranks and an address also for a single process.
+    # vLLM's external launcher wants ranks also for a single process.
     "RANK": "0",
     "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
 }
 
 # ---------------------------------------------------------------- what the user may set
@@ -113,7 +110,6 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         runner="generate",
         generation_config="vllm",  # no sampling defaults from the model's folder
         prefix_caching_hash_algo="xxhash",  # of all blocks of a prompt, at each turn
-        disable_log_stats=True,
         use_tqdm_on_load=False,
         language_model_only=not vision,
         enable_return_routed_experts=args.router_replay,
@@ -257,8 +253,7 @@ def _patch_cpu_build():
 def load_into(model, named_tensors, config):
     """Copies (name in a checkpoint, tensor) pairs into vLLM's model, by its layerwise reload.
 
-    Raises RuntimeError with the name of a tensor that vLLM refused, or with the names of the
-    engine's parameters that got no tensor."""
+    Raises RuntimeError with the name of a refused tensor, or of parameters that got no tensor."""
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -359,8 +354,7 @@ def keep_loaded(llm_engine):
 def skip_middle_tokens(processor):
     """Spares vLLM's OutputProcessor the tokens of a request between its first and its last.
 
-    It would make entries for their ranks and texts; only ids and logprobs are kept. Requests with a
-    stop string still take vLLM's way."""
+    It would make entries for their ranks and texts. Requests with a stop string take its way."""
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 

@@ -52,8 +52,7 @@ class ChatClient:
 
         flatrl/chat/openai_api.py lists what a request may hold. Its `chat_template_kwargs` override
         --chat_template_args. timeout and extra_headers, options of OpenAI's client, have no effect.
-        Raises ValueError for what is refused there, for a stream, and for content other than text
-        and, for vision models, images as data: URLs."""
+        Raises ValueError for what is refused there, a stream, and an image that is no data: URL."""
         asked = read_request(request | (extra_body or {}))
         sampling = dict(self.sampling_params)
         max_tokens = asked["max_completion_tokens"] or asked["max_tokens"]
@@ -196,11 +195,8 @@ class ChatClient:
         plain = {key: message[key] for key in keys if message.get(key)}
         if message.get("reasoning"):  # vLLM's new name, and OpenRouter's
             plain.setdefault("reasoning_content", message["reasoning"])
-        # Templates print roles and ids. They must not spell special tokens.
-        if not re.fullmatch(r"\w+", plain["role"], re.ASCII):
-            raise ValueError(f"a message's role must be a word, not {plain['role']!r:.80}")
-        if "tool_call_id" in plain:
-            plain["tool_call_id"] = _word(plain["tool_call_id"])
+        for key in plain.keys() & {"role", "tool_call_id"}:
+            plain[key] = _word(plain[key])
         if plain["role"] == "developer":  # OpenAI's new name for system, unknown to templates
             plain["role"] = "system"
         plain["content"] = content
@@ -276,9 +272,9 @@ def _identity(message):
     return message["role"], content, json.dumps(calls, sort_keys=True)
 
 
-def _word(id):
-    """Returns a tool call's id with _ for all but ASCII letters, digits, _ and hyphens."""
-    return re.sub(r"[^\w-]", "_", id, flags=re.ASCII)
+def _word(text):
+    """Returns a role or a call's id, which templates print, without what spells special tokens."""
+    return re.sub(r"[^\w-]", "_", text, flags=re.ASCII)
 
 
 class ChatAgentLoop(AgentLoopBase):
@@ -294,7 +290,6 @@ class ChatAgentLoop(AgentLoopBase):
         """Runs `chat` with a client of its own; returns the client's outputs."""
         client = ChatClient(self, sampling_params, row.get("images") or ())
         client.trusted, _ = client._plain_chat(row.get("prompt", ()))
-        cut_off = None
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 reward = await self.chat(client, **row)
