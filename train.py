@@ -70,7 +70,7 @@ def main(args: Args):
 
         for step in Bar(range(run.done, args.num_steps), "steps"):
             gather_unless_stopped(None, run.stop.requested)
-            run.clock.start()
+            run.clock = Clock()
 
             # ---- 1. rollout: the engine takes the weights, and agent loops fill the batch
             rollouts = collect_rollouts(run, step)
@@ -860,7 +860,7 @@ class Run:
     # [number of its row, steps done by then, then a reward for each unit, once they are known].
     history: list[list] = field(default_factory=list)
     estimator_state: dict = field(default_factory=dict)  # the same on all ranks
-    clock: Clock = field(default_factory=Clock)  # of the parts of a step
+    clock: Clock = field(default_factory=Clock)  # of the parts of this step
     evals: dict[int, float] = field(default_factory=dict)  # eval/reward by steps done
     done: int = 0  # steps
     kept: dict = field(default_factory=dict)  # for a checkpoint: what a dropped step has changed

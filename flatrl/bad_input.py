@@ -61,10 +61,8 @@ def reason(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Returns what an exception says; its repr or its type if it says nothing, or can't."""
-    with contextlib.suppress(Exception):
-        return str(error) or repr(error)
-    return type(error).__name__
+    """Returns what an exception says; its repr if it says nothing."""
+    return str(error) or repr(error)
 
 
 def check_ids(ids: list[int], vocab_size: int):

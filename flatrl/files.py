@@ -29,9 +29,7 @@ def read_json_lines(file: Path) -> Iterator[dict]:
     with file.open("rb") as lines:
         for line in lines:
             with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    yield row
+                yield json.loads(line)
 
 
 def logged(folder: Path, name: str) -> dict[int, float]:

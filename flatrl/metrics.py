@@ -23,10 +23,6 @@ class Clock:
     Take a lap only where the host has just read a result: a GPU may be working otherwise."""
 
     def __init__(self):
-        self.start()
-
-    def start(self):
-        """Begins a step."""
         self.seconds = Counter()
         self.started = time.perf_counter()
         self.begin_training()

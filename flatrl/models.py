@@ -93,10 +93,7 @@ def load_for_training(auto_class: str, args, attention) -> nn.Module:
         ignore_mismatched_sizes=True,
     )
     for key in ("missing_keys", "mismatched_keys"):  # transformers draws these at random
-        need(
-            not info[key],
-            f"{args.model} does not match its config.json: {key} {sorted(info[key])[:3]}",
-        )
+        need(not info[key], f"{args.model} does not fit its config: {key} {sorted(info[key])[:3]}")
     return model
 
 
@@ -184,7 +181,7 @@ def load_tokenizer(args, task=None) -> tuple:
     """Returns the model's tokenizer and its processor (None for a text model).
 
     task: a module. If it has TOOLS, args.tool_parser becomes the name of the parser that reads the
-    model's calls. Raises BadInput if it can't be trained, or --ref_model has another tokenizer."""
+    model's calls. Raises BadInput for an untrainable model, or another tokenizer of --ref_model."""
     config = load_config(args)
     processor = load_processor(args, config)
     if processor:
@@ -200,10 +197,7 @@ def load_tokenizer(args, task=None) -> tuple:
         args.tool_parser = call_format(templates, args.tool_parser).name
     if args.ref_model:
         teachers, _ = load_tokenizer(replace(args, model=args.ref_model, ref_model=None))
-        need(
-            teachers.get_vocab() == tokenizer.get_vocab(),
-            f"--ref_model {args.ref_model} has another tokenizer than {args.model}",
-        )
+        need(teachers.get_vocab() == tokenizer.get_vocab(), "--ref_model has another tokenizer")
     return tokenizer, processor
 
 

@@ -127,10 +127,7 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args):
     text = template.text(prompt, schemas, True)
     decoded = tokenizer.decode(template.render(prompt, schemas))
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
-    need(
-        text == decoded,
-        f"the tokenizer does not give a prompt back: {text!r:.80} is {decoded!r:.80} when decoded",
-    )
+    need(text == decoded, f"the tokenizer turns the prompt {text!r:.80} into {decoded!r:.80}")
 
 
 def copy_row(row: dict) -> dict:

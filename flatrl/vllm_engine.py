@@ -58,11 +58,8 @@ def check_arguments(name: str, arguments: dict, our_flags: Collection[str]):
     fixed = set(FIXED_ARGUMENTS.get(name, ()))
     if name == "engine_args":
         fixed.update(our_flags)
-    for key in arguments:
-        need(
-            key not in fixed,
-            f"--{name}: {key} can't be set here: it is a flag, an agent loop's, or flatrl's own",
-        )
+    taken = ", ".join(fixed & arguments.keys())
+    need(not taken, f"--{name}: {taken} can't be set here: it is a flag, an agent loop's, or ours")
     others = sorted(arguments.keys() - NEUTRAL_SAMPLING)
     if name == "sampling_args" and others:
         warnings.warn(
@@ -280,9 +277,7 @@ def load_into(model, named_tensors, config):
             arrivals.n_elements[parameter] += 1
     missing = arrivals.missing()
     if missing:
-        raise RuntimeError(
-            f"weight sync incomplete, these parameters of the engine got no tensor: {missing}"
-        )
+        raise RuntimeError(f"weight sync incomplete: these parameters got no tensor: {missing}")
 
 
 class _Arrivals:
