@@ -62,9 +62,8 @@ def packed_attention(
     n_keys = cu_seqlens_k.diff().tolist()
     keys = key.split(n_keys, dim=2)
     values = value.split(n_keys, dim=2)
-    attended = []
-    for sequence in zip(queries, keys, values):
-        attended.append(_attend(*sequence, scaling, window, softcap, s_aux))
+    sequences = zip(queries, keys, values)
+    attended = [_attend(*sequence, scaling, window, softcap, s_aux) for sequence in sequences]
     return torch.cat(attended, dim=2).transpose(1, 2), None
 
 

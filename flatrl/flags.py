@@ -10,9 +10,7 @@ from typing import Literal, get_args, get_origin
 from flatrl.bad_input import BadInput, need
 
 
-def flag(
-    default, help: str, choices=(), low: float = 0, high: float = math.inf, group: str = ""
-) -> Field:
+def flag(default, help: str, choices=(), low: float = 0, high: float = math.inf, group: str = ""):
     """Returns the dataclass field of a flag.
 
     choices: the allowed values; () allows any, and so does a list, to which a task file may add.
@@ -66,9 +64,7 @@ def parse_flags(
 
 def _type_of(entry: Field) -> dict:
     """Returns what argparse's add_argument is told of a field's type."""
-    kind = entry.type
-    if isinstance(kind, UnionType):
-        kind = get_args(kind)[0]
+    kind = get_args(entry.type)[0] if isinstance(entry.type, UnionType) else entry.type
     if kind is bool:
         kind = Literal[True, False]
     if get_origin(kind) is Literal:

@@ -64,7 +64,6 @@ class Bar(tqdm):
     monitor_interval = 0  # tqdm starts no thread
 
     def __init__(self, items: Iterable | None, title: str, **settings):
-        disable = True
-        if os.environ.get("RANK", "0") == "0":
-            disable = None  # only if the output is a file
+        # None: only if the output is a file
+        disable = None if os.environ.get("RANK", "0") == "0" else True
         super().__init__(items, title, leave=False, disable=disable, **settings)

@@ -84,7 +84,6 @@ class Log:
             "command": sys.argv,
             "processes": int(os.environ.get("WORLD_SIZE", 1)),
         }
-        (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
         file = self.folder / "metrics.jsonl"
         if args.resume:  # `checkpoints.resume` writes args.json: until then the start may fail
             rows = [row for row in read_json_lines(file) if row["step"] <= steps_done]

@@ -101,12 +101,9 @@ def load_config(args):
     """Loads the model's configuration.
 
     Raises BadInput if there is none, if the model is quantised, or if it needs --dtype bfloat16."""
-    problem = "is neither a model folder nor a model that can be loaded"
-    config = from_pretrained("AutoConfig", args, problem)
-    need(
-        not getattr(config, "quantization_config", None),
-        f"{args.model} is quantised: only unquantised weights can be trained",
-    )
+    config = from_pretrained("AutoConfig", args, "is no folder or name of a model")
+    is_quantised = getattr(config, "quantization_config", None)
+    need(not is_quantised, f"{args.model} is quantised: only unquantised weights can be trained")
     text = config.get_text_config()
     need(
         torch.cuda.is_available() or args.replay or args.dtype == "bfloat16" or not is_gdn(text),
@@ -188,10 +185,8 @@ def load_tokenizer(args, task=None) -> tuple:
         tokenizer = processor.tokenizer
     else:
         tokenizer = from_pretrained("AutoTokenizer", args, "has no tokenizer that can be loaded")
-    need(
-        vocab_size(tokenizer) <= config.get_text_config().vocab_size,
-        f"{args.model}: its tokenizer has more tokens than the vocab_size of its config.json",
-    )
+    n_rows = config.get_text_config().vocab_size
+    need(vocab_size(tokenizer) <= n_rows, f"{args.model}: its tokenizer exceeds its vocab_size")
     if getattr(task, "TOOLS", None):
         templates = with_template_variables(tokenizer, args.chat_template_args)
         args.tool_parser = call_format(templates, args.tool_parser).name
@@ -210,10 +205,8 @@ def load_processor(args, config):
 
     if getattr(config, "vision_config", None) is None or is_gdn(config.get_text_config()):
         return None
-    need(
-        hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
-        f"{args.model}: with vision only models like Qwen2.5-VL (M-RoPE) are supported",
-    )
+    network = AutoModel._model_mapping.get(type(config), None)
+    need(hasattr(network, "get_rope_index"), f"{args.model}: vision needs M-RoPE, as Qwen2.5-VL's")
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
     problem = "has vision, but its processor can't be loaded"
     processor = from_pretrained("AutoProcessor", args, problem, **settings)

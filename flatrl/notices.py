@@ -68,10 +68,8 @@ class Notices(Listener):
     def close(self):
         """Prints how the rewards changed, and how to go on."""
         folder = self.log.folder
-        curves = {
-            "reward": logged(folder, "reward/mean"),
-            "evaluation": logged(folder, "eval/reward"),
-        }
+        names = {"reward": "reward/mean", "evaluation": "eval/reward"}
+        curves = {title: logged(folder, name) for title, name in names.items()}
         changes = [f"{title} {change(values)}" for title, values in curves.items() if values]
         ways = []
         if (folder / "report.html").is_file():
@@ -98,12 +96,9 @@ def plan(args, steps_done: int, lr: str) -> str:
     sampled = f"{n} prompts x {args.group_size} = {n * args.group_size} rollouts by {args.agent}"
     if args.algo == "sft":
         sampled = f"{n} demonstrations"
-    steps = f"{args.num_steps} steps"
-    if steps_done:
-        steps = f"steps {steps_done + 1} to {args.num_steps}"
-    update = f"{args.updates_per_step} update(s), {lr}"
-    if args.rollout_only:
-        update = "no update"
+    last = args.num_steps
+    steps = f"steps {steps_done + 1} to {last}" if steps_done else f"{last} steps"
+    update = "no update" if args.rollout_only else f"{args.updates_per_step} update(s), {lr}"
     method = args.algo
     for name in ("adv_estimator", "policy_loss"):
         if getattr(args, name) != args.preset_values()[name]:

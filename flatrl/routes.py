@@ -98,8 +98,7 @@ class Routers:
             if type(module).__name__.endswith("Router") and hasattr(module, "top_k"):
                 number = re.search(r"\.(\d+)\.", path)
                 self.of_layer.append((int(number[1]), module))
-        for _, router in self.of_layer:
-            router.forward = functools.partial(_replay, router, router.forward)
+                module.forward = functools.partial(_replay, module, module.forward)
         need(
             self.of_layer and self._obeys(self.of_layer[0][1]),
             f"--router_replay: {name} has no routers, or none that can be told what to choose",

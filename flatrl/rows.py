@@ -10,17 +10,12 @@ from copy import deepcopy
 from dataclasses import asdict, is_dataclass
 from unicodedata import normalize
 
-from agent_loop import (
-    ToolAgentLoop,
-    agent_loop_class,
-    chat_template,
-    clean,
-    row_kwargs,
-    task_tools,
-)
+from agent_loop import ToolAgentLoop, agent_loop_class, row_kwargs, task_tools
 from flatrl.bad_input import need, refusing
+from flatrl.chat_template import chat_template
 from flatrl.tables import prompt_order
 from flatrl.tools import call_format
+from flatrl.user_code import clean
 
 TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 # Arguments that AgentLoopBase.run(**row) gets besides a row's columns.
@@ -219,10 +214,9 @@ def _match_images(row):
 
 def hash_of_rows(rows: Sequence[dict], seed: int) -> str:
     """Returns a hash of rows, in their order; of rows on disk, of the first thousand drawn."""
-    numbers = range(len(rows))
-    if not isinstance(rows, list):
-        numbers = prompt_order(len(rows), 0, min(len(rows), 1000), seed)
-    digest = hashlib.sha256(str(len(rows)).encode())
+    n = len(rows)
+    numbers = range(n) if isinstance(rows, list) else prompt_order(n, 0, min(n, 1000), seed)
+    digest = hashlib.sha256(str(n).encode())
     for number in numbers:
         text = re.sub(" at 0x[0-9A-Fa-f]+", "", as_text(rows[number]))  # the address of an object
         digest.update(text.encode(errors="backslashreplace"))

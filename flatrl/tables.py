@@ -33,10 +33,8 @@ def prompt_order(n_rows: int, start: int, count: int, seed: int) -> list[int]:
     """Returns the row numbers at positions start .. start + count - 1 of an endless shuffle.
 
     Every epoch of n_rows positions is a new permutation, by the seed alone."""
-    return [
-        int(_permutation(n_rows, position // n_rows, seed)[position % n_rows])
-        for position in range(start, start + count)
-    ]
+    places = (divmod(position, n_rows) for position in range(start, start + count))
+    return [int(_permutation(n_rows, epoch, seed)[place]) for epoch, place in places]
 
 
 # Cached, because prompts are drawn one by one, and permuting a million rows takes 30 ms.

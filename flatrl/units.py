@@ -17,7 +17,4 @@ def unit_of(output: AgentLoopOutput) -> tuple:
 
 def last_outputs(outputs: Outputs) -> Outputs:
     """Returns the last output of each unit, in the order of the units' first outputs."""
-    last = {}
-    for output in outputs:
-        last[unit_of(output)] = output
-    return list(last.values())
+    return list({unit_of(output): output for output in outputs}.values())

@@ -67,9 +67,8 @@ def merge_images(outputs: Iterable):
     """Makes equal images of outputs one object, sent to other ranks and preprocessed only once."""
     known = {}
     for output in outputs:
-        output.images = [
-            known.setdefault((image.size, image.tobytes()), image) for image in output.images
-        ]
+        pixels = [(image.size, image.tobytes()) for image in output.images]
+        output.images = list(map(known.setdefault, pixels, output.images))
 
 
 def image_tokens(images: Sequence, processor) -> list[int]:
@@ -168,9 +167,7 @@ class Vision:
         for ids, images, n_shared in packed["images"]:
             ids = torch.as_tensor(ids)  # (L,)
             is_placeholder = ids == self.image_token_id
-            grid = None  # or (images, 3)
-            if images:
-                grid = self._preprocessed("image_grid_thw", images)
+            grid = self._preprocessed("image_grid_thw", images) if images else None
             row_positions, _ = model.get_rope_index(
                 ids[None], mm_token_type_ids=is_placeholder[None].int(), image_grid_thw=grid
             )

@@ -138,10 +138,8 @@ def check_model(args, device: torch.device):
     """Raises BadInput if vLLM can't generate text with model, engine and sampling arguments."""
     if args.replay:  # without an engine
         return
-    need(
-        device.type == "cuda" or not args.router_replay,
-        "--router_replay: only on CUDA does vLLM return routes; --replay of such a run has them",
-    )
+    has_routes = device.type == "cuda" or not args.router_replay
+    need(has_routes, "--router_replay: vLLM returns routes on CUDA alone; a --replay may have them")
     prepare_vllm(device, args.tp)
     from vllm import EngineArgs
 

@@ -9,14 +9,10 @@ import re
 import time
 from contextlib import suppress
 
-from agent_loop import (
-    AgentLoopBase,
-    function_call,
-    parse_tool_calls,
-    set_tool_calls,
-    with_template_variables,
-)
+from agent_loop import AgentLoopBase
 from flatrl.chat.openai_api import read_request
+from flatrl.chat_template import function_call, with_template_variables
+from flatrl.tools import parse_tool_calls, set_tool_calls
 
 TEXT_PARTS = ("text", "input_text", "output_text")  # those of chat completions and Responses
 
