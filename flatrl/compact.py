@@ -40,15 +40,9 @@ class Numbers(array):
 
 
 def compact(output):
-    """Returns a copy of an AgentLoopOutput whose token lists are Numbers.
+    """Returns a copy of an AgentLoopOutput whose token lists are Numbers; it shares all else.
 
-    It shares messages and images with the original. Raises as the output's constructor does.
-    A response token takes 17 bytes then, in lists up to 88, and each rank holds those of all."""
+    Raises as the output's constructor does. A response token takes 17 bytes then, in lists up to
+    88, and each rank holds those of all."""
     lists = {name: Numbers(kind, getattr(output, name)) for name, kind in TYPES.items()}
-    return replace(
-        output,
-        turn_rewards=list(output.turn_rewards),
-        metrics=dict(output.metrics),
-        extra=dict(output.extra),
-        **lists,
-    )
+    return replace(output, **lists)

@@ -21,9 +21,7 @@ def to_json_lines(rows: Iterable[dict]) -> str:
 
 
 def read_json_lines(file: Path) -> Iterator[dict]:
-    """Yields the JSON objects of a file with one on each line.
-
-    Skips other lines: a kill or the present moment may cut them off. The file may be missing."""
+    """Yields the JSON of a file's lines, if there is one. Lines that were cut off are skipped."""
     if not file.exists():
         return
     with file.open("rb") as lines:

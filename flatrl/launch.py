@@ -47,9 +47,7 @@ def n_cores() -> int:
 
 
 def quiet_libraries():
-    """Hides transformers' progress bars, and what vLLM and torch's checkpoints log.
-
-    VLLM_LOGGING_LEVEL sets the least level that vLLM logs; by default it is ERROR."""
+    """Hides libraries' progress bars and logs; vLLM's below VLLM_LOGGING_LEVEL (ERROR)."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of loading and saving weights

@@ -37,9 +37,7 @@ class Listener:
         network; device: where it will be; task: the module."""
 
     def metrics(self, row: dict, rollouts=None, batch=None):
-        """Called after each step, and after the first evaluation.
-
-        row: the metrics; rollouts, batch: those of the step, if it trained."""
+        """Called after each step, with rollouts and batch if it trained, and a first evaluation."""
 
     def close(self):
         """Called at the end of the run."""

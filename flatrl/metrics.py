@@ -65,7 +65,6 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     rollouts = grouped(map(rollout_of, outputs), outputs).values()
     n = len(rollouts)
     rewards = units.task_rewards.tolist()
-    prompt_lengths = [len(first.prompt_ids) for first, *_ in rollouts]
     response_lengths = [sum(len(output.response_ids) for output in each) for each in rollouts]
     num_turns = [last.num_turns for *_, last in rollouts]
     stop_reasons = Counter(last.stop_reason for *_, last in rollouts)
@@ -92,7 +91,7 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
         "reward/std": np.std(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
-        "prompt_length/mean": fmean(prompt_lengths),
+        "prompt_length/mean": fmean(len(first.prompt_ids) for first, *_ in rollouts),
         "response_length/mean": fmean(response_lengths),
         "response_length/max": max(response_lengths),
         "response_length/clipped_ratio": stop_reasons["length"] / n,

@@ -78,15 +78,12 @@ def from_pretrained(auto_class: str, args, problem: str, **settings):
 
 
 def load_for_training(auto_class: str, args, attention) -> nn.Module:
-    """Loads args.model for training, in float32.
-
-    attention: transformers' attn_implementation. Raises BadInput if the files lack weights."""
+    """Loads args.model for training, in float32. Raises BadInput if its files lack weights."""
     model, info = from_pretrained(
         auto_class,
         args,
         "can't be loaded for training",
-        # "auto" is the type in the files: no weight is copied, the ranks of a host read the same
-        # pages, and the shards become float32.
+        # "auto", the files' type: the ranks of a host read the same pages; shards become float32.
         dtype="auto" if args.shard else torch.float32,
         attn_implementation=attention,
         output_loading_info=True,
@@ -98,9 +95,7 @@ def load_for_training(auto_class: str, args, attention) -> nn.Module:
 
 
 def load_config(args):
-    """Loads the model's configuration.
-
-    Raises BadInput if there is none, if the model is quantised, or if it needs --dtype bfloat16."""
+    """Loads the model's configuration. Raises BadInput for a model that can't be trained here."""
     config = from_pretrained("AutoConfig", args, "is no folder or name of a model")
     is_quantised = getattr(config, "quantization_config", None)
     need(not is_quantised, f"{args.model} is quantised: only unquantised weights can be trained")

@@ -172,9 +172,7 @@ def run_as_script(main: Callable, parse: Callable):
 
 @contextlib.contextmanager
 def oom_for_all() -> Iterator[None]:
-    """Raises BadInput if its block fails on any rank for want of GPU memory, and names that rank.
-
-    The others, which wait for it, fail as soon as it has ended."""
+    """Raises BadInput, on all ranks, that names the one whose block ran out of GPU memory."""
     try:
         yield
     except RuntimeError as error:

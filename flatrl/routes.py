@@ -21,9 +21,7 @@ from flatrl.bad_input import need
 
 
 def join_routes(before: np.ndarray | None, routes: np.ndarray | None) -> np.ndarray | None:
-    """Returns a trajectory's routes: a token keeps those with which it was first seen.
-
-    before: None before the first call. routes: of all tokens, None if the engine returned none."""
+    """Returns the routes of all tokens, if any: each keeps those with which it was first seen."""
     if before is None or routes is None:
         return before if routes is None else routes
     return np.concatenate([before, routes[len(before) :]])
@@ -55,8 +53,7 @@ def pack_routes(batch: dict, micro, slots: Tensor) -> Tensor:
     known = [routes for routes in given if routes is not None]
     shape = known[0].shape[1:] if known else (1, 1)
     packed = torch.full((slots.max() + 1, *shape), -1, dtype=torch.int16)
-    # Of rows that share a token the first one counts that has its routes: a row's last token has
-    # none. So the first is written last.
+    # A row's last token has no routes. The first row that has those of a token is written last.
     for row, length, row_slots in reversed([*zip(micro.rows, micro.lengths, slots)]):
         routes = packed[:0] if given[row] is None else given[row][:length]
         sampled = batch["response_mask"][row].nonzero()
@@ -88,9 +85,7 @@ class _GivenExperts(TorchFunctionMode):
 
 
 class Routers:
-    """The routers of a mixture of experts, which can be told what to choose.
-
-    Raises BadInput if the model has none, or one that does not choose by torch.topk."""
+    """A model's routers, which can be told what to choose. Raises BadInput unless they use topk."""
 
     def __init__(self, model: nn.Module, name: str):
         self.of_layer = []  # (number of the layer, router)

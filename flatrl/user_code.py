@@ -14,12 +14,10 @@ from flatrl.shared_state import lock_tokenizers
 # A thread is started only if none is idle. A function that never returns keeps its thread.
 THREADS = ThreadPoolExecutor(1024, "user code", use_gpu_of_rank)
 
-# The asyncio.Timeout of the running user code. Code that first waits for a person, or for its turn,
-# may postpone the deadline with `reschedule`.
+# The asyncio.Timeout of the running user code, which may `reschedule` it, to wait for its turn.
 DEADLINE = contextvars.ContextVar("DEADLINE")
 
-# Marks that the next character is tokenised alone (chat_template.Texts.ids). It is a Unicode
-# noncharacter. `clean` removes it from texts of others.
+# Marks that the next character is tokenised alone (chat_template.Texts.ids). `clean` removes it.
 TOKEN_BREAK = "\ufdd0"
 
 

@@ -27,8 +27,7 @@ FIXED_ARGUMENTS = {
         "data_parallel_size",
         "speculative_config",
     ],
-    # The engine gets W + s B A, and all that is trained is in A and B. Dropout is off, because the
-    # trained policy must be the one that sampled.
+    # The engine gets W + s B A. Dropout is off: the trained policy must be the one that sampled.
     "lora_args": ["r", "lora_dropout", "use_dora", "bias", "modules_to_save", "init_lora_weights"],
     "chat_template_args": ["tools", "tokenize", "add_generation_prompt"],
     "sampling_args": ["temperature", "seed", "n", "stop_token_ids", "structured_outputs"],
@@ -170,8 +169,7 @@ def prepare_vllm(device, tp):
     if tp > 1:
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-        # vLLM names a team's shared memory after its init method, which is "env://" for all jobs
-        # of a machine. Nothing connects to this one.
+        # vLLM names a team's shared memory after its init method, "env://" for all of a machine.
         address = [f"tcp://flatrl:{os.urandom(16).hex()}"]
         dist.broadcast_object_list(address)
 

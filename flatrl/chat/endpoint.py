@@ -42,8 +42,7 @@ MAX_BODY = 4 << 20  # bytes of a request: while one is read, all rollouts wait
 MAX_BODY_WITH_IMAGES = 32 << 20
 
 
-# Keeps the calls to loopback, and their keys, away from HTTP proxies. Clients read this when they
-# are made, which many task files do at their import.
+# Keeps calls to loopback, and their keys, away from HTTP proxies: clients read this at the start.
 _hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
 if _hosts != "*":
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = f"{_hosts},127.0.0.1"
