@@ -1,6 +1,4 @@
-"""The attention "packed" of transformers: causal within each sequence that data.pack joined.
-
-On CUDA by torch's varlen_attn, elsewhere by a loop over the sequences."""
+"""The attention "packed" of transformers: causal within each sequence that data.pack joined."""
 
 import torch
 import torch.nn.functional as F

@@ -173,9 +173,7 @@ def resume(run, checkpoint: Path, state: dict):
 
 
 def load_checkpoint(run, folder: Path):
-    """Loads networks and optimisers in place. Raises BadInput if they do not load.
-
-    Each learner's n_updates is that of the checkpoint already."""
+    """Loads networks and, after n_updates, optimisers in place. Raises BadInput if one fails."""
     from torch.distributed.checkpoint import CheckpointException, load, state_dict
 
     state = training_state(run)

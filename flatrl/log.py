@@ -23,9 +23,7 @@ GIT = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
 
 
 class Listener:
-    """Follows a run. train.LISTENERS names the subclasses, which override what they need.
-
-    log: the run's Log, which warns of an error in one of these methods."""
+    """Follows a run. train.LISTENERS names the subclasses. Of an error here the run's log warns."""
 
     def __init__(self, log: "Log"):
         self.log = log
@@ -212,9 +210,7 @@ def steps_to_replay(args) -> int:
 
 
 def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], list[dict]]:
-    """Returns the outputs and errors that Log.rollouts wrote, for --replay, without hints.
-
-    Raises BadInput for a line that can't be replayed, and if there is no output to learn from."""
+    """Returns a file's outputs and errors. Raises BadInput if there is nothing to replay in it."""
     outputs = []
     errors = []
     names = {field.name for field in fields(AgentLoopOutput)} - {"images"}  # a number
