@@ -130,10 +130,8 @@ class Log:
 
     def wait(self) -> float:
         """Waits until all rollouts are written. Returns the seconds of it, or raises its error."""
-        seconds = 0.0
-        while self.writing:
-            seconds += self.writing.pop(0).result()
-        return seconds
+        jobs, self.writing = self.writing, []
+        return sum(job.result() for job in jobs)
 
     def _write_rollouts(self, name, outputs, errors, advantages) -> float:
         started = time.perf_counter()
