@@ -65,7 +65,6 @@ def test_metrics_are_written_when_the_rollouts_are_on_disk(tmp_path, monkeypatch
 
 def test_rollouts_that_cannot_be_written_end_the_run(tmp_path):
     log = Log(Args(output_dir=str(tmp_path)), None, 0)
-    (tmp_path / "rollouts").rmdir()
     (tmp_path / "rollouts").touch()
     log.rollouts("step_000001", [an_output()], [])
     with pytest.raises(FileExistsError):
