@@ -16,8 +16,7 @@ def write_whole(file: Path, text: str):
 
 def to_json_lines(rows: Iterable[dict]) -> str:
     """Returns a text with a line of JSON for each row. Unknown objects become strings."""
-    lines = [json.dumps(row, default=str, ensure_ascii=False) for row in rows]
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{json.dumps(row, default=str, ensure_ascii=False)}\n" for row in rows)
 
 
 def read_json_lines(file: Path) -> Iterator[dict]:
