@@ -1,14 +1,11 @@
 """Rows -> prompts; outputs -> batches -> packed micro-batches.
 
-    rows        load_task, load_rows and filter_overlong give the rows, each with a prompt.
-                prompt_order shuffles them.
-    batches     Batch holds a step's outputs, their tensors (right-padded) and their units, always
-                aligned.
+    rows        load_rows gives the rows, each with a prompt, and prompt_order shuffles them.
+    batches     Batch holds a step's outputs, their right-padded tensors and their units, aligned.
     credit      EndToEnd lays the tokens of each unit end to end. place_rewards puts rewards on
                 them, and estimator_inputs gives an estimator what it asks for.
     packing     micro_batches_of_this_rank and pack_rows prepare the network's inputs: rows end to
-                end without padding, and each shared prefix only once. flatrl/attention.py
-                implements the attention.
+                end without padding, and each shared prefix only once, for flatrl/attention.py.
 
 The words output, unit, group and turn, and the letters of shapes, are those of losses.py. Two
 more letters: L tokens in the longest sequence, and P tokens that go through the network.
@@ -105,8 +102,7 @@ def load_rows(
     prompt_key: the column with the prompt: a chat, or a text, which becomes a user message. The
         task's SYSTEM_PROMPT is inserted if there is no system message.
     image_key: the column with the prompt's images, which becomes `images`. The prompt needs a
-        placeholder for each: a part {"type": "image"} of a message's content, or "<image>" in
-        its text.
+        placeholder for each: a part {"type": "image"} of a message, or "<image>" in its text.
 
     Raises BadInput if there are no training rows, or if a row is not as said here."""
     source = ", ".join(files) if files else f"load({split!r})"
@@ -210,10 +206,7 @@ def _checked_length(row: dict, chat_tokenizer, task, args, processor) -> int:
     """Returns the tokens of a row's prompt, with images and hint. Raises BadInput for a bad row."""
     name = f"row {row.get('index')}"
     images = row.get("images") or []
-    need(
-        len(images) <= args.max_images,
-        f"{name}: {len(images)} images exceed max_images {args.max_images} (--agent_args)",
-    )
+    need(len(images) <= args.max_images, f"{name}: more images than max_images (--agent_args)")
     with refusing(name):
         loop = agent_loop_class(row, task, args)
         if loop.__module__ == "agent_loop":
@@ -481,8 +474,7 @@ def place_rewards(batch: Batch, terminal: N) -> NS:
     terminal: the terminal rewards. Each goes to the last sampled token of its unit. A turn reward
     goes to the last sampled token up to its own or, if there is none, to the output's first one.
     Without any sampled token (in the unit or, for a turn reward, in its output), a reward goes to
-    place 0 of the unit. That place is empty, so no token gets credit, but the unit's sum counts
-    it."""
+    place 0 of the unit, which is empty: no token gets credit, but the unit's sum counts it."""
     layout = batch.layout
     rewards = torch.zeros_like(layout.mask)
     units = batch.units.unit_of_row
@@ -572,9 +564,8 @@ def expanded_to_tokens(numbers, mask: NS, name: str) -> NS:
 def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]]:
     """Yields the rows of each optimiser step: in every epoch, n nearly equal shares of the prompts.
 
-    prompts: the prompt of each row. All rows of a prompt stay together, because a unit's rows must
-    be in one mini-batch, and a prefix that rows share is then computed once. seeds: one for each
-    epoch's shuffle."""
+    prompts: the prompt of each row. All rows of a prompt stay together: a unit's rows must be in
+    one mini-batch, and a shared prefix is then computed once. seeds: of each epoch's shuffle."""
     present = prompts.unique()
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -594,22 +585,6 @@ def columns_of(batch: dict, micro: "MicroBatch", names: Sequence[str], device) -
     return to_device(columns, device)
 
 
-def count_globally(batch: dict, rows: list[int], names: Sequence[str]) -> dict[str, float]:
-    """Returns the counts of a mini-batch over all ranks: tokens, units and imitation_tokens.
-
-    The last is 0 unless "imitation_mask" is among the names. rows: those of the whole mini-batch,
-    which every rank holds. batch["unit_tokens"], (B,): see `Batch.count_unit_tokens`."""
-    mask = batch["response_mask"][rows]
-    n_imitated = 0
-    if "imitation_mask" in names:
-        n_imitated = batch["imitation_mask"][rows].sum().item()
-    return {
-        "tokens": mask.sum().item(),
-        "units": losses.count_sequences(mask, batch["unit_tokens"][rows]).item(),
-        "imitation_tokens": n_imitated,
-    }
-
-
 # ---------------------------------------------------------------- packing
 # Rows in prefix order are cut into runs that share prefixes. Runs fill parts, each of which becomes
 # a micro-batch, and `balance` deals the parts to ranks. Models that can't take packed rows get
@@ -621,16 +596,14 @@ class MicroBatch:
     """Rows of a batch in prefix order: those that go through the network together.
 
     Rows with a common prefix are neighbours: the members of a group begin with their prompt, the
-    forks of a rollout with its history. Each row then adds only the tokens that it does not share
-    with the row before it:
+    forks of a rollout with its history. Each row adds what it does not share with the one before:
 
         row   its tokens        length   shared   it adds
         5     the cat sat       3        0        the cat sat
         2     the cat ran off   4        2        ran off
         7     a dog             2        0        a dog
 
-    is_filler: True if it was added so that all ranks have equally many micro-batches. Its scores
-        are dropped, and its masks are set to 0."""
+    is_filler: only gives ranks equal numbers. Its scores are dropped, its masks set to 0."""
 
     rows: list[int]  # their numbers in the batch
     lengths: list[int]
@@ -710,8 +683,7 @@ def _runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
 
 def _packed_parts(whole: MicroBatch, max_tokens: int) -> list[Part]:
     """Divides rows into parts, run by run: the longest first, each to the first with room."""
-    runs = _runs(whole, max_tokens)
-    runs.sort(key=lambda run: run.n_tokens, reverse=True)
+    runs = sorted(_runs(whole, max_tokens), key=lambda run: run.n_tokens, reverse=True)
     rows = [[] for _ in runs]  # of each part; the last ones stay empty
     sizes = np.zeros(len(runs), int)
     for run in runs:

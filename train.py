@@ -515,14 +515,20 @@ def optimise(
     rank's rows, (B, T), 0 in the rows of others."""
     args = learner.args
     accelerator = learner.accelerator
-    counts = data.count_globally(batch, rows, names)
+    mask = batch["response_mask"][rows]  # of the whole mini-batch, which every rank holds
+    counts = {
+        "tokens": mask.sum().item(),
+        "units": losses.count_sequences(mask, batch["unit_tokens"][rows]).item(),
+        "imitation_tokens": 0,
+    }
+    if "imitation_mask" in names:
+        counts["imitation_tokens"] = batch["imitation_mask"][rows].sum().item()
     micro_batches = data.micro_batches_of_this_rank(
         batch, rows, args.tokens_per_micro_batch, learner.net.is_packed
     )
     # Sums and scores stay on the device: reading a number there would wait for the whole pass.
     sums = defaultdict(float)  # name of a metric -> its sum over micro-batches
     own_scores = []  # of each micro-batch
-    n_unique = 0
     for i, micro in enumerate(Bar(micro_batches, "update")):
         before_pass()
         packed = learner.net.pack(batch, micro)
@@ -536,15 +542,13 @@ def optimise(
         own_scores.append(scores[learner.net.trained_score].detach())
         for name, share in shares.items():
             sums[f"{learner.name}/{name}"] += share
-        if not micro.is_filler:
-            n_unique += packed["inputs"]["input_ids"].numel()
+        n_unique = 0 if micro.is_filler else packed["inputs"]["input_ids"].numel()
+        sums["batch/unique_tokens"] += n_unique  # the same for policy and critic
 
     grad_norm = learner.step(has_tokens=any(counts.values()))
-    sums["batch/unique_tokens"] = n_unique  # the same for policy and critic
     # All ranks have the same metrics in the same order: each has a micro-batch, perhaps a filler.
-    sums_of_rank = torch.tensor(list(sums.values()), dtype=torch.float64)
-    totals = all_sum(sums_of_rank).tolist()
-    metrics = dict(zip(sums, totals))
+    totals = all_sum(torch.tensor(list(sums.values()), dtype=torch.float64))
+    metrics = dict(zip(sums, totals.tolist()))
     metrics["batch/tokens"] = batch["lengths"][rows].sum().item()  # prompts included
     metrics[f"{learner.name}/grad_norm"] = grad_norm
     return metrics, scatter_to_rows(batch["response_mask"].shape, micro_batches, own_scores)
