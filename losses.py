@@ -26,7 +26,7 @@ every mask is 0 gives 0, not NaN. An unknown kind or mode raises ValueError."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import cache, partial
 from inspect import signature
 from typing import Annotated
 
@@ -861,7 +861,6 @@ def _compiled_on_gpu(function):
     # At the first call, because torch.compile imports torch._dynamo, which takes seconds.
     compiled = cache(partial(torch.compile, function, dynamic=True))
 
-    @wraps(function)
     def call(block, *more):
         return compiled()(block, *more) if block.is_cuda else function(block, *more)
 
@@ -932,8 +931,7 @@ class _TokenLogprobs(torch.autograd.Function):
         over the K targets y of a token, with g = grad_logprobs and g' = grad_entropy."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
-        trains_weight = ctx.needs_input_grad[1]  # not with LoRA
-        grad_weight = torch.zeros_like(weight) if trains_weight else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # LoRA: None
         g = grad_logprobs  # (M, K)
         if g is None:
             g = torch.zeros_like(targets, dtype=lse.dtype)
@@ -954,7 +952,7 @@ class _TokenLogprobs(torch.autograd.Function):
             dz = dz.to(hidden.dtype)
             del tanh  # or more blocks than necessary are alive
             grad_hidden += _matmul(dz, block_weight)
-            if trains_weight:
+            if grad_weight is not None:
                 grad_weight[start:stop] = _matmul(dz.T, hidden)
             del dz
         return grad_hidden, grad_weight, None, None, None, None

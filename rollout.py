@@ -944,7 +944,7 @@ class Pool:
 
     async def _end_group(self, prompt: int, group: Rollouts, running: dict[Member, asyncio.Task]):
         """Waits for the rollouts of a prompt, and records that the group has ended."""
-        outputs_of = dict(zip(running, await asyncio.gather(*running.values())))
+        outputs_of = await _results_of(running)
         self.unfinished.remove(prompt)
         if self.judges_groups and group.outputs:
             outputs = [output for of_member in outputs_of.values() for output in of_member]
@@ -991,7 +991,7 @@ class Pool:
         """Returns whether dynamic sampling replaces the group (DAPO, arXiv 2503.14476, 3.2)."""
         if not self.replacements:
             return False
-        grades = await _await_graders(group.graders)
+        grades = await _results_of(group.graders)
         graded = Rollouts(_with_rewards(group.outputs, grades))
         units = data.by_unit(graded.sampled)
         # Turn rewards nearly always differ, so they count only if all outcomes are 0.
@@ -1161,9 +1161,9 @@ class Pool:
         self.engine.end_phase()
 
 
-async def _await_graders(graders: dict) -> dict[tuple, list | dict]:
-    """Awaits graders, {(prompt, sample): task}. Returns their results by the same keys."""
-    return dict(zip(graders, await asyncio.gather(*graders.values())))
+async def _results_of(tasks: dict) -> dict:
+    """Awaits tasks, and returns their results by the same keys."""
+    return dict(zip(tasks, await asyncio.gather(*tasks.values())))
 
 
 def _with_rewards(outputs: list[AgentLoopOutput], grades: dict) -> list[AgentLoopOutput]:
@@ -1182,7 +1182,7 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
 
     A rollout whose reward failed is dropped and counted. Raises Stopped, BadReward if the task's
     reward returned no number, and NothingLeft if nothing is left."""
-    future = background.submit(_await_graders(rollouts.graders))
+    future = background.submit(_results_of(rollouts.graders))
     while not future.done() and not stop.requested:
         wait([future], timeout=0.2)
     mine = future.result() if future.done() else {}
@@ -1247,10 +1247,8 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
                 history = [[*entry] for entry in run.history]
                 called = in_time("it", REWARD_TIMEOUT, call(sampler, history))
                 row = run.background.submit(called).result()
-            need(
-                isinstance(row, int) and 0 <= row < len(rows),
-                f"the task's sampler returned {row!r:.80}: return an int from 0 to {len(rows) - 1}",
-            )
+            is_row = isinstance(row, int) and 0 <= row < len(rows)
+            need(is_row, f"the task's sampler returned {row!r:.80}, not an int below {len(rows)}")
             run.history.append([row, run.done])
         return rows[run.history[prompt][0]]
 
