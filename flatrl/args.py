@@ -86,8 +86,7 @@ class Args(LoopArgs):
     model: str | None = flag(
         None, "name at the hub, or folder; default: the model that the task's build_model makes")
     train_files: list[str] | None = flag(
-        None, "parquet, jsonl or csv files, or datasets of the hub, NAME:SPLIT, in "
-        "place of load('train')")
+        None, "parquet, jsonl or csv files, or NAME:SPLIT of the hub, in place of load('train')")
     val_files: list[str] | None = flag(None, "the same in place of load('val')")
     prompt_key: str = flag("prompt", "the rows' column that holds a chat or a question")
     image_key: str = flag("images", "the rows' column that holds the prompt's image or images")
@@ -145,8 +144,8 @@ class Args(LoopArgs):
         None, "the reference or teacher, of the same tokenizer; default: the starting model")
     hints: bool = preset("the reference is shown a row's `hint`, and is the policy itself")
     ref_update: float | None = flag(
-        None, "share by which the reference's weights move to the policy's after each step; 0: it "
-        "stays as it was; 1: it is the policy; default: 0, with --hints 1", high=1)
+        None, "share by which the reference moves to the policy after each step; 1: it is the "
+        "policy; default: 0, with --hints 1", high=1)
     reward_coef: float = preset("factor of the task's reward, turn rewards included")
     kl_in: str = preset(
         "the KL is a term of the objective, or part of each token's reward", ("loss", "reward"))
@@ -156,8 +155,7 @@ class Args(LoopArgs):
     kl_target: float = flag(
         0.0, "adapt kl_coef to hold this KL per token (0.1 is usual); 0: off")
     overlong_buffer: float = preset(
-        "last share of max_response_tokens, over which the reward falls linearly by up to 1 "
-        "(DAPO: 0.2); 0: off", high=1)
+        "last share of max_response_tokens, over which the reward falls by up to 1; 0: off", high=1)
     max_gen_batches: int = preset(
         "dynamic sampling: groups with equal outcomes are replaced by fresh prompts, until this "
         "many times prompts_per_step are drawn; 1: off", low=1, high=100)
@@ -183,8 +181,7 @@ class Args(LoopArgs):
         None, "recompute activations: a third slower, much less memory; default: on CUDA where "
         "passes would be too small without, else off")
     compile: bool = flag(
-        False, "torch.compile for the decoder layers of policy, critic and reference; has not "
-        "run on a GPU")
+        False, "torch.compile for the decoder layers of all networks; has not run on a GPU")
     shard: Literal[False, True, "hybrid"] = flag(
         False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: "
         "over those of a host; always on in bfloat16 on CUDA")
@@ -203,8 +200,7 @@ class Args(LoopArgs):
         0, "sampling ends when a batch is full, and other rollouts continue after the update, at "
         "most this many versions behind", group="asynchronous rollout")
     oversample: float = flag(
-        1.0, "prompts under way, as a multiple of prompts_per_step; without staleness it would "
-        "favour short answers", low=1)
+        1.0, "prompts under way, as a multiple of prompts_per_step, with --max_staleness", low=1)
 
     tp: int = flag(
         1, "consecutive ranks that share one engine (tensor parallelism)", low=1, group="engine")

@@ -33,23 +33,14 @@ MEETING_PATIENCE = datetime.timedelta(minutes=10)
 GPU_PATIENCE = datetime.timedelta(minutes=30)
 
 
-def sharding(args) -> bool | str:
-    """Returns the value of --shard; True also if accelerate's config asks for FSDP.
-
-    Raises BadInput if that config asks for another kind of parallelism."""
-    for kind in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
-        need(
-            not parse_flag_from_env(f"ACCELERATE_USE_{kind}"),
-            f"accelerate's config asks for {kind.lower()}: choose FSDP or none (docs/scaling.md)",
-        )
-    return args.shard or parse_flag_from_env("ACCELERATE_USE_FSDP")
-
-
 def device_defaults(args, cuda: bool) -> dict:
-    """Returns {flag: value} for the flags left to the device.
+    """Returns {flag: value} for the flags left to the device and to accelerate's config.
 
     On CUDA, FSDP2 does the mixed precision, even on one rank, because autocast would keep
-    activations in float32, unlike vLLM. Raises BadInput for what the device can't do."""
+    activations in float32, unlike vLLM. Raises BadInput for what can't be done."""
+    for kind in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        is_asked = parse_flag_from_env(f"ACCELERATE_USE_{kind}")
+        need(not is_asked, f"accelerate's config asks for {kind.lower()}: choose FSDP or none")
     need(
         cuda or not torch.version.cuda,
         "torch, of CUDA's build, finds no GPU: update the driver to 580 or later, or leave out "
@@ -59,7 +50,8 @@ def device_defaults(args, cuda: bool) -> dict:
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bfloat16" if cuda else "float32"
-    return {"dtype": dtype, "shard": sharding(args) or (cuda and dtype == "bfloat16")}
+    is_sharded = parse_flag_from_env("ACCELERATE_USE_FSDP") or (cuda and dtype == "bfloat16")
+    return {"dtype": dtype, "shard": args.shard or is_sharded}
 
 
 def decoder_layers(net: nn.Module, args) -> list[nn.Module]:
@@ -236,10 +228,8 @@ def start_processes(args):
     if not dist.is_initialized():
         if not cpu_only:
             n_gpus = torch.cuda.device_count()
-            need(
-                int(os.environ.get("LOCAL_RANK", 0)) < n_gpus,
-                f"there are more processes than GPUs: give --num_processes {n_gpus}",
-            )
+            has_gpu = int(os.environ.get("LOCAL_RANK", 0)) < n_gpus
+            need(has_gpu, f"there are more processes than GPUs: give --num_processes {n_gpus}")
             use_gpu_of_rank()
         join_group("gloo" if cpu_only else "cpu:gloo,cuda:nccl")
         if not cpu_only:
@@ -252,10 +242,8 @@ def start_processes(args):
     dtype = device_defaults(args, not cpu_only)["dtype"]
     precision = "bf16" if dtype == "bfloat16" else "no"
     accelerator = Accelerator(cpu=cpu_only, mixed_precision=precision)
-    need(
-        ranks_of_host() % args.tp == 0,
-        f"--tp {args.tp} must divide the number of processes, {ranks_of_host()}, of a host",
-    )
+    n_ranks = ranks_of_host()
+    need(n_ranks % args.tp == 0, f"--tp {args.tp} must divide the {n_ranks} processes of a host")
     if dist.get_world_size() == 1:
         return accelerator, dist.HashStore()
     return accelerator, dist.distributed_c10d._get_default_store()

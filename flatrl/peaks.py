@@ -29,8 +29,7 @@ def count_parameters(model: nn.Module) -> tuple[float, float]:
     """Returns how many parameters a model's matrices have, and how many of these a token uses.
 
     An embedding that isn't the head's is only looked up, and a token uses num_experts_per_tok of
-    the experts, whose matrices transformers stacks. A vision tower counts as if each token passed
-    it."""
+    the experts, whose matrices transformers stacks. A vision tower counts for each token."""
     n_chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     lookup = model.get_input_embeddings().weight
     if lookup is model.get_output_embeddings().weight:
