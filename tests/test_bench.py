@@ -1,15 +1,15 @@
 """Every bench in its smallest form: it ends with code 0 and prints its table. What fits a GPU."""
 
-import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import HANGS, KEPT, REPO, SMALL_CACHE
+from conftest import KEPT, REPO, SMALL_CACHE, run
 from fixed_batch import batch_of
 
 import data
@@ -21,34 +21,22 @@ import fits
 import gpu
 import update
 
-ENGINE = ["--engine_args", SMALL_CACHE]
-SHORT = "--prompts 2 --group_size 2 --rounds 1 --tokens 4".split()
-RATIO = r"# \(# - #\)"
-# A bench with its flags, and a line of its table, in which # stands for a finite number.
-HERE = [
-    (
-        ["gpu", *"--size tiny --cycles 2".split()],
+SHORT = "--prompts 2 --group_size 2 --rounds 1 --tokens 4"
+# The command of a bench, and a line of its table, in which # stands for a finite number.
+HERE = {
+    "gpu.py --size tiny --cycles 2":
         r"agree \| logprobs, float32 \| mean #, max # (?s:.*) \| sleep \| 2 cycles \| # GiB freed",
-    ),
-    (
-        ["rollout", *SHORT, *"--turns 2 --spread tail".split()],
-        f"^ratio {RATIO}, the engine is idle for #% of a rollout",
-    ),
-    (
-        ["update", *"--rounds 1 --case 4 24 64".split()],
+    f"rollout.py {SHORT} --turns 2 --spread tail":
+        r"^ratio # \(# - #\), the engine is idle for #% of a rollout",
+    "update.py --rounds 1 --case 4 24 64":
         "^ +bare +score # s, # +update # s, #$",
-    ),
-]
-APART = [  # experts need vLLM's first engine in a process, the sides of trl.py processes
-    (
-        ["models", "qwen3_moe"],
+}  # fmt: skip
+APART = {  # experts need vLLM's first engine in a process, the sides of trl.py processes
+    "models.py qwen3_moe":
         r"\| qwen3_moe \| agrees \| # \| # \|",
-    ),
-    (
-        ["trl", *SHORT, *"--warm_up 1 --prompt_tokens 60 --trl".split(), *ENGINE],
+    f"trl.py {SHORT} --warm_up 1 --prompt_tokens 60 --trl --engine_args '{SMALL_CACHE}'":
         "^flatrl +# +# +# +# +#",
-    ),
-]
+}  # fmt: skip
 
 
 def assert_printed(pattern: str, printed: str):
@@ -56,8 +44,8 @@ def assert_printed(pattern: str, printed: str):
     assert re.search(expression, printed, re.MULTILINE), printed
 
 
-@pytest.mark.parametrize("words, pattern", HERE, ids=[words[0] for words, _ in HERE])
-def test_bench(words, pattern, process_group, monkeypatch, capsys):
+@pytest.mark.parametrize("command, pattern", HERE.items())
+def test_bench(command, pattern, process_group, monkeypatch, capsys):
     """In this process, whose engines are kept. To import vLLM takes longer than a bench."""
     make = common.engine_and_policy
 
@@ -67,19 +55,15 @@ def test_bench(words, pattern, process_group, monkeypatch, capsys):
 
     monkeypatch.setattr(common, "engine_and_policy", make_and_keep)
     monkeypatch.setattr(data, "in_prefix_order", data.in_prefix_order)  # update.py changes it
-    monkeypatch.setattr(sys, "argv", words)
-    runpy.run_path(str(REPO / f"bench/{words[0]}.py"), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", command.split())
+    runpy.run_path(str(REPO / "bench" / sys.argv[0]), run_name="__main__")
     assert_printed(pattern, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("words, pattern", APART, ids=[words[0] for words, _ in APART])
-def test_bench_in_a_process(words, pattern):
-    name, *flags = words
-    command = [sys.executable, REPO / f"bench/{name}.py", *flags]
-    env = os.environ | {"ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stderr
-    assert_printed(pattern, done.stdout)
+@pytest.mark.parametrize("command, pattern", APART.items())
+def test_bench_in_a_process(command, pattern):
+    script, *flags = shlex.split(command)
+    assert_printed(pattern, run(*flags, script=f"bench/{script}", ACCELERATE_USE_CPU="true"))
 
 
 def test_a_part_that_fails_is_a_row(tmp_path):
