@@ -7,54 +7,34 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from fixed_batch import batch_of, check_gradients
-from test_attention import expected
+from test_attention import expected, saved
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import data
 import train
 from agent_loop import AgentLoopOutput, BadInput, TokenOutput, Trajectory
-from examples.tiny_models import make_tokenizer
 from flatrl import devices
 from flatrl.routes import decode_routes, encode_routes
 
-COMMON = {
-    "hidden_size": 128,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "initializer_range": 0.1,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}
-DENSE_FIRST = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-HYBRID = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 32}
+EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2)
+EXPERTS |= dict(moe_intermediate_size=48, norm_topk_prob=True, num_hidden_layers=4)
 # One for each way to choose: softmax, sigmoid with groups, before the softmax, and right-padded
 # rows.
 MODELS = {
-    "Qwen3Moe": {},
-    "Glm4Moe": DENSE_FIRST,
-    "GptOss": {},
-    "GraniteMoeHybrid": HYBRID,
+    "qwen3_moe": {},
+    "glm4_moe": dict(n_group=2, topk_group=1, first_k_dense_replace=1),
+    "gpt_oss": {},
+    "granitemoehybrid": dict(
+        layer_types=["mamba", "attention"] * 2, mamba_n_heads=8, mamba_d_head=8
+    ),
 }
 
 
-def args_of(folder, name: str = "Qwen3Moe") -> train.Args:
+def args_of(folder, model_type: str = "qwen3_moe") -> train.Args:
     """Flags for a tiny random model of an architecture, which it saves in the folder."""
-    torch.manual_seed(0)
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder)
-    ids = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 0}
-    config = getattr(transformers, f"{name}Config")(**(COMMON | ids | MODELS[name]))
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    saved(folder, model_type, **EXPERTS | MODELS[model_type])
     data.register_packed_attention()
     flags = {"router_replay": True, "tokens_per_micro_batch": 100, "dtype": "float32"}
     return train.Args(model=str(folder), **flags)
@@ -93,14 +73,14 @@ def test_the_routers_own_choice_changes_no_digit(name, tmp_path, process_group):
     """On shared prefixes, forks and padded rows; also the gradients, with recomputed layers."""
     args = args_of(tmp_path, name)
     policy = train.Policy(args)
-    assert policy.is_packed != (name == "GraniteMoeHybrid")
+    assert policy.is_packed != (name == "granitemoehybrid")
     plain = train.Policy(replace(args, router_replay=False))
     batch = batch_of(19)
     own = scores_of(plain, batch, args)
     batch["routes"] = own_choice(policy, batch)
     assert torch.equal(scores_of(policy, batch, args), own)
 
-    if name == "Qwen3Moe":
+    if name == "qwen3_moe":
         sharded = devices.shard(train.Policy(args), replace(args, shard=True), torch.device("cpu"))
         assert torch.equal(scores_of(sharded, batch, args), own)
 
