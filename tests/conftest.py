@@ -11,7 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import asyncio
 import contextlib
-import functools
 import json
 import random
 import socket
@@ -76,7 +75,6 @@ def args(tiny_model):
     return args_of(tiny_model)
 
 
-@functools.cache
 def args_of(model: str):
     from train import Args
 
@@ -133,18 +131,13 @@ def background():
     return Background()
 
 
-class Asked:
-    """A run's Stop, which a test may tell by another `ask`."""
+class NeverAsked:
+    """A run's Stop."""
 
-    ask = staticmethod(lambda: False)
-    is_out_of_time = False
-
-    @property
-    def requested(self) -> bool:
-        return self.ask()
+    requested = is_out_of_time = False
 
 
-def make_run(engine, background, task, tokenizer, args, processor=None, store=None):
+def make_run(engine, background, task, tokenizer, args):
     """Returns the part of train.Run that rollout.py needs."""
     import torch.distributed as dist
 
@@ -154,9 +147,9 @@ def make_run(engine, background, task, tokenizer, args, processor=None, store=No
         task=task,
         tokenizer=tokenizer,
         args=args,
-        processor=processor,
-        store=store or dist.HashStore(),
-        stop=Asked(),
+        processor=None,
+        store=dist.HashStore(),
+        stop=NeverAsked(),
     )
 
 
@@ -164,7 +157,6 @@ def output_of(mask: list[int], prompt=(1, 2), ids=None, version=0, logprob=-1.0,
     """Returns an AgentLoopOutput with this mask, by default the only one of its rollout."""
     from agent_loop import AgentLoopOutput
 
-    extra = {"prompt": 0, "sample": 0, "segment": 0}
     return AgentLoopOutput(
         prompt_ids=list(prompt),
         response_ids=list(ids or [3] * len(mask)),
@@ -172,7 +164,7 @@ def output_of(mask: list[int], prompt=(1, 2), ids=None, version=0, logprob=-1.0,
         **{
             "response_logprobs": [logprob * bit for bit in mask],
             "response_versions": [version if bit else -1 for bit in mask],
-            "extra": extra,
+            "extra": {"prompt": 0, "sample": 0, "segment": 0},
         }
         | more,
     )
@@ -189,11 +181,12 @@ def batch_with_rewards(outputs: list, args, **tensors):
     return batch, train.set_token_rewards(types.SimpleNamespace(args=args, kl=kl), batch, 0)
 
 
-def stepped(engine, background, *coroutines, return_exceptions: bool = False) -> list:
-    """Steps the engine until all coroutines end on the background loop. Returns their results."""
+def stepped(engine, background, *coroutines) -> list:
+    """Steps the engine until all coroutines end on the background loop. Returns their results, or
+    what they raise."""
 
     async def everything():
-        return await asyncio.gather(*coroutines, return_exceptions=return_exceptions)
+        return await asyncio.gather(*coroutines, return_exceptions=True)
 
     future = background.submit(everything())
     future.add_done_callback(lambda _: engine.poke())
@@ -204,11 +197,11 @@ def stepped(engine, background, *coroutines, return_exceptions: bool = False) ->
 
 def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
     """Returns the results of concurrent `generate` calls, or what they raise."""
-    calls = []
-    for i, prompt in enumerate(prompts):
-        request = dict(request_id=f"r{i}", prompt_ids=prompt, sampling_params=dict(sampling))
-        calls.append(engine.generate(**request))
-    return stepped(engine, background, *calls, return_exceptions=True)
+    calls = [
+        engine.generate(request_id=f"r{i}", prompt_ids=prompt, sampling_params=dict(sampling))
+        for i, prompt in enumerate(prompts)
+    ]
+    return stepped(engine, background, *calls)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -231,7 +224,7 @@ def train_here(engine, tiny_model, monkeypatch, capsys):
 
     monkeypatch.chdir(REPO)
     monkeypatch.setattr(train, "setup", setup_and_keep)
-    monkeypatch.setattr(train, "Stop", lambda store: Asked())  # handles no signals
+    monkeypatch.setattr(train, "Stop", lambda store: NeverAsked())  # handles no signals
 
     def train_with(*flags, by=engine) -> str:
         def engine_of(model, args, *more):

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import HANGS, REPO, TINY, Asked
+from conftest import HANGS, REPO, TINY, NeverAsked
 
 import train
 from flatrl import processes, shared_state
@@ -130,7 +130,7 @@ def test_a_stop_drops_an_update_only_before_its_first_optimiser_step(
     begun = []
     optimise = train.optimise
     monkeypatch.setattr(train, "optimise", lambda *a, **k: begun.append(1) or optimise(*a, **k))
-    monkeypatch.setattr(Asked, "is_out_of_time", property(lambda self: len(begun) >= 4))
+    monkeypatch.setattr(NeverAsked, "is_out_of_time", property(lambda self: len(begun) >= 4))
     with pytest.raises(processes.Stopped):
         train_here(*TINY, "--epochs", "2", "--save_every", "0", "--output_dir", tmp_path / "run")
     [saved] = (tmp_path / "run/checkpoints").glob("*/step.json")
