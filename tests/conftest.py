@@ -243,13 +243,9 @@ def train_here(engine, tiny_model, monkeypatch, capsys):
     return train_with
 
 
-def clean_env() -> dict[str, str]:
-    """Returns this process's environment without the variables that its own engine needed."""
-    own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    own |= {"PYTHONDONTWRITEBYTECODE"}  # a run need not compile our modules again
-    return {name: value for name, value in os.environ.items() if name not in own}
-
-
+# Variables of this process: those that its own engine needed, and one by which a run would compile
+# our modules again.
+OWN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONDONTWRITEBYTECODE"}
 LAUNCHERS = {
     "python": [],
     "accelerate": ["-m", "accelerate.commands.launch"],
@@ -260,7 +256,8 @@ LAUNCHERS = {
 @contextlib.contextmanager
 def started(*flags, by: str = "python", script: str = "train.py", cwd: Path = REPO, **env):
     """Starts a training process, which is killed at the end with all that it has started."""
-    env = clean_env() | {name: str(value) for name, value in env.items()}
+    inherited = {name: value for name, value in os.environ.items() if name not in OWN}
+    env = inherited | {name: str(value) for name, value in env.items()}
     command = list(map(str, [sys.executable, *LAUNCHERS[by], script, *flags]))
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=cwd, env=env, **output)

@@ -1,7 +1,7 @@
 """Run by test_sharding.py on several ranks: what needs them; rank 0 writes what it found.
 
-python tests/sharding_worker.py HOST PORT FOLDER TIED UNTIED VISION starts the two ranks of a host,
-HOST 0 or 1, by torchrun's own function: they share what is imported here."""
+python tests/sharding_worker.py FOLDER TIED UNTIED VISION starts four ranks, as if on two hosts, by
+torchrun's own function: they share what is imported here."""
 
 import contextlib
 import os
@@ -125,6 +125,7 @@ def find_stop(accelerator, folder: Path, model: str) -> dict:
 
 def main(folder: str, tied: str, untied: str, vision: str):
     folder = Path(folder)
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
     accelerator, accelerator.store = devices.start_processes(train.Args())
     data.register_packed_attention()
     found = {}
@@ -141,15 +142,12 @@ def main(folder: str, tied: str, untied: str, vision: str):
 
 
 if __name__ == "__main__":
-    host, port, *arguments = sys.argv[1:]
     settings = LaunchConfig(
-        run_id="sharding",
-        min_nodes=2,
-        max_nodes=2,
-        nproc_per_node=2,
-        rdzv_backend="static",
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs={"rank": int(host)},
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=4,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
         start_method="fork",
     )
-    elastic_launch(settings, main)(*arguments)
+    elastic_launch(settings, main)(*sys.argv[1:])

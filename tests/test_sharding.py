@@ -1,7 +1,5 @@
 """Several ranks: sharded training is the same, the engine has its weights, checkpoints fit."""
 
-import subprocess
-import sys
 import types
 from dataclasses import replace
 from functools import partial
@@ -9,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import KEPT, REPO, clean_env, free_port
+from conftest import KEPT, REPO, run
 from fixed_batch import check_gradients, gradients
 from sharding_worker import CASES, flags_of, moved, run_of, state_of
 from test_rollout import hf_model
@@ -56,16 +54,9 @@ def plain(tiny_model, tmp_path_factory, process_group) -> dict:
 
 @pytest.fixture(scope="module")
 def found(plain, tiny_model, untied_model, vision_model) -> dict:
-    """What tests/sharding_worker.py finds on two hosts of two ranks."""
-    port = free_port()
-    hosts = []
-    for host in range(2):
-        arguments = host, port, plain["folder"], tiny_model, untied_model, vision_model
-        command = [sys.executable, "tests/sharding_worker.py", *map(str, arguments)]
-        hosts.append(subprocess.Popen(command, cwd=REPO, env=clean_env()))
-    if hosts[0].wait():
-        hosts[1].kill()  # it would wait for the first one
-    assert [host.wait() for host in hosts] == [0, 0]
+    """What tests/sharding_worker.py finds on four ranks."""
+    paths = tiny_model, untied_model, vision_model
+    run(plain["folder"], *paths, script="tests/sharding_worker.py")
     return torch.load(plain["folder"] / "found", weights_only=False)
 
 
