@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import TINY, batch_with_rewards, metrics_of
-from test_agent_loop import ANSWER, CALCULATOR, END, ROW, SUM, called, rollout, tool_turn
+from test_agent_loop import ANSWER, CALCULATOR, END, ROW, SUM, rollout, tool_turn
 from test_algos import output
 from torch.testing import assert_close as close
 
@@ -16,12 +16,6 @@ from agent_loop import BadInput, ToolAgentLoop
 from flatrl.metrics import batch_metrics
 from rollout import DemonstrationEngine, Rollouts
 from train import Args
-
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": called(("calculator", {"expression": "1+1"})),
-}
 
 
 def loaded(**columns) -> dict:
@@ -46,8 +40,8 @@ def play(tokenizer, turns, **flags):
 
 
 def test_tools_run_and_masks_are_exact(tokenizer):
-    output, left = play(tokenizer, [CALL, ANSWER])
     (sampled,), _ = rollout(tokenizer, SUM, ANSWER)
+    output, left = play(tokenizer, [sampled.messages[1], ANSWER])
     assert output.response_ids == sampled.response_ids
     assert output.response_mask == sampled.response_mask
     assert left == []

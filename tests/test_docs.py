@@ -17,12 +17,8 @@ import train
 sys.path.append(str(REPO / "results"))
 import pages
 
-PAGES = [
-    REPO / "README.md",
-    *sorted((REPO / "docs").glob("*.md")),
-    REPO / "examples" / "README.md",
-    REPO / "results" / "README.md",
-]
+FOLDERS = [REPO, REPO / "docs", REPO / "examples", REPO / "results"]
+PAGES = sorted(page for folder in FOLDERS for page in folder.glob("*.md"))
 COMMAND = re.compile(r"^\s*((?:[A-Z_]+=\S+ )*(?:python|accelerate|torchrun|source|bash) .*)$")
 
 

@@ -26,17 +26,15 @@ def run_of(folder: Path, tokenizer=None) -> dict:
 
 
 def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
     about = {"command": ["train.py"], "git": "abc", "versions": {"torch": "2"}}
     about["args"] = {"task": HOSTILE, "agent_args": "{}", "max_images": 4}
-    (folder / "args.json").write_text(json.dumps(about))
-    (folder / "metrics.jsonl").write_text(
+    (tmp_path / "args.json").write_text(json.dumps(about))
+    (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0, "eval/reward": 0.5}\n'
         '{"step": 1, "reward/mean": 0.25, "timing/idle_s": [1.0]}\n'
         '{"step": 2, "reward/mean": NaN, "eval/reward": 1}\n'
     )
-    run = run_of(folder)
+    run = run_of(tmp_path)
     assert run["columns"] == {
         "step": [0, 1, 2],
         "eval/reward": [0.5, None, 1],
@@ -48,7 +46,7 @@ def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(t
         "--task": HOSTILE, "--agent_args": {"max_images": 4},
     }  # fmt: skip
 
-    page = (folder / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
     template = report.PAGE.read_text()
     for mark in ("<script", "</script", "<!--"):  # the page's own and no other
         assert page.lower().count(mark) == template.lower().count(mark)
@@ -56,7 +54,6 @@ def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(t
 
 
 def test_a_trajectory_has_its_tokens_with_their_advantages(tmp_path, tokenizer):
-    folder = tmp_path / "run"
     ids = tokenizer.encode(f"abc{tokenizer.eos_token}ab", add_special_tokens=False)
     reward = {"score": 1.0, "form": 0.5}
     how = dict(ids=ids, logprob=-0.5)
@@ -69,10 +66,10 @@ def test_a_trajectory_has_its_tokens_with_their_advantages(tmp_path, tokenizer):
     batch = data.make_batch(outputs[:2])
     batch["advantages"] = torch.tensor([[0.5, 1.5, 9.0, 9.0, 9.0, -2.0], [0.125] * 6])
     error = {"prompt": 4, "sample": 3, "kind": "failed_reward", "error": "oh"}
-    log = Log(Args(output_dir=str(folder)), None, 0)
+    log = Log(Args(output_dir=str(tmp_path)), None, 0)
     log.rollouts("step_000002", outputs, [error], batch)
     log.wait()
-    whole, alike, greedy = run_of(folder, tokenizer)["trajectories"]
+    whole, alike, greedy = run_of(tmp_path, tokenizer)["trajectories"]
     assert whole == {
         "kind": "step", "step": 2, "prompt": 4, "sample": 0, "segment": 0, "unit": "", "marks": [],
         "text": "".join(token_texts(tokenizer, [1, 2])), "n_prompt": 2, "stop": "stop", "turns": 0,
