@@ -241,7 +241,10 @@ class Notes(Records, agent_loop.Tool):
     async def execute(self, request_id, arguments, **kwargs):
         self.note(request_id, "execute", arguments, kwargs)
         arguments.clear()
-        return self.next_answer()
+        answer = self.next_answer()
+        if answer is NEVER:
+            await too_late()
+        return answer
 
     async def calc_reward(self, request_id, **kwargs):
         self.note(request_id, "calc_reward", kwargs)
@@ -314,6 +317,8 @@ def test_parallel_calls_run_together_and_answer_in_order(play):
 WRONG = {"tool_calls": 1, "tool_errors": 1, "tool_calls/calculator": 0, "tool_calls/notes": 0}
 NO_ARGUMENT = WRONG | {"tool_calls/calculator": 1, "tool_errors/calculator": 1}
 RAISED = WRONG | {f"{kind}/notes": 1 for kind in ("tool_calls", "tool_errors", "tool_exceptions")}
+LATE = {"tool_calls": 1, "tool_timeouts": 1, "tool_calls/calculator": 0}
+LATE |= {"tool_calls/notes": 1, "tool_timeouts/notes": 1}
 # name: (what the model says, what the tool "notes" answers, what the model reads, metrics)
 ERRORS = {
     "unknown tool": (call("subtract", a=1), None, r"subtract.*calculator", WRONG),
@@ -323,12 +328,14 @@ ERRORS = {
     "exits": (call("notes"), SystemExit(3), r"SystemExit\(3\)", RAISED),
     "cancels itself": (call("notes"), asyncio.CancelledError("by itself"), "by itself", RAISED),
     "a bad reward": (call("notes"), ("fine", math.nan, {}), "tool 'notes' .* got nan", RAISED),
+    "late": (call("notes"), NEVER, f"notes took longer than {HANGS} seconds", LATE),
 }
 
 
 @pytest.mark.parametrize("turn, answer, said, metrics", ERRORS.values(), ids=ERRORS)
 def test_a_failed_call_is_a_message_and_a_counter(play, turn, answer, said, metrics):
-    output, engine = play(turn, "sorry", task=task_of(calculator.calculator, Notes(answer)))
+    task = task_of(calculator.calculator, Notes(answer))
+    output, engine = play(turn, "sorry", task=task, tool_timeout=HANGS)
     (content,) = said_by(output, "tool")
     assert re.search(f"^Error: .*{said}", content, re.DOTALL)
     assert_response(output, engine, turn + END, tool_turn(content), "sorry" + END)
@@ -403,24 +410,13 @@ def test_a_rollout(play, lines, flags, parts, reason, answers):
     assert [reward for _, reward in output.turn_rewards] == [a[2] for a in answers or ()]
 
 
-def test_past_a_deadline(play):
-    """A late call is an error that the model reads; a late rollout keeps and grades what it has."""
-
-    class Late(Notes):
-        execute = staticmethod(too_late)
-
-    notes, turn = Late(), call("notes")
+def test_a_late_rollout_keeps_and_grades_what_it_has(play):
+    notes = Notes(NEVER)
     task = task_of(calculator.calculator, notes)
-    output, engine = play(turn, "sorry", task=task, tool_timeout=HANGS)
-    said = f"Error: notes took longer than {HANGS} seconds"
-    assert_response(output, engine, turn + END, tool_turn(said), "sorry" + END)
-    assert output.metrics["tool_timeouts"] == output.metrics["tool_timeouts/notes"] == 1
-    assert "tool_errors" not in output.metrics and output.stop_reason == "stop"
-
-    output, engine = play(SUM, turn, task=task, trajectory_timeout=HANGS)
-    assert_response(output, engine, SUM + END, tool_turn("2"), turn + END)
+    output, engine = play(SUM, call("notes"), task=task, trajectory_timeout=HANGS)
+    assert_response(output, engine, SUM + END, tool_turn("2"), call("notes") + END)
     assert output.stop_reason == "timeout" and not output.truncated
-    assert notes.events == ["create", "calc_reward", "release"] * 2
+    assert notes.events == ["create", "execute", "calc_reward", "release"]
 
 
 BOTH = ToolResponse("both", reward=0.5, metrics={"a": 1})

@@ -49,13 +49,10 @@ def play(endpoint, tokenizer):
     return play
 
 
-def bearer(key: str) -> dict:
-    return {"Authorization": f"Bearer {key}".encode("latin-1")}
-
-
-async def post(client, path: str, body: dict, headers: dict | None = None) -> httpx.Response:
+async def post(client, path: str, body: dict, key: str | None = None) -> httpx.Response:
     """Sends a request as it is, by default with the client's key; returns the answer."""
-    headers = bearer(client.api_key) if headers is None else headers
+    key = client.api_key if key is None else key
+    headers = {"Authorization": f"Bearer {key}".encode("latin-1")} if key else {}
     async with httpx.AsyncClient(trust_env=False, timeout=HANGS) as http:
         return await http.post(f"{client.base_url}{path}", json=body, headers=headers)
 
@@ -80,10 +77,10 @@ def test_only_the_key_lets_in_and_a_posted_reward_is_used(play, endpoint):
 
     async def agent(client, prompt):
         endpoint.clients["another"] = None, "its key"
-        for headers in (bearer("wrong"), bearer("\xe9"), bearer("its key"), {}):
+        for key in ("wrong", "\xe9", "its key", ""):
             for path in ("chat/completions", "messages", "reward"):
                 body = {"messages": [user("hi")], "reward": 9.0}
-                assert (await post(client, path, body, headers)).status_code == 401
+                assert (await post(client, path, body, key)).status_code == 401
         del endpoint.clients["another"]
         await ask(client, *prompt)
         for body in ({"reward": 0.5}, {"reward": 0.75}, {"reward": "high"}, {}):

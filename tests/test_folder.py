@@ -100,12 +100,11 @@ def test_a_run_that_reached_its_reward_is_complete_when_it_is_resumed(tmp_path, 
 
 
 def test_resume_prints_other_flags_and_refuses_other_rows(tmp_path, process_group, capsys):
-    flags = dict(model="/models/a")
-    run = make_run(tmp_path, **flags)
+    run = make_run(tmp_path)
     Log(run.args, None, 0, "rows a")
     run.history = []
     save(run, 1)
-    flags["output_dir"] = str(tmp_path)
+    flags = {"output_dir": str(tmp_path)}
     assert checkpoints.read_checkpoint(Args(**flags, seed=1), "rows b") == (None, {})
     _, state = checkpoints.read_checkpoint(Args(**flags, resume=True, seed=1, lr=0.1), "rows a")
     assert state["changed"] == ["seed", "lr"]
