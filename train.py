@@ -372,6 +372,17 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     Sets batch["unit_tokens"], and batch["logprobs_old"] if it is missing. Returns mean metrics."""
     args = run.args
     batch["unit_tokens"] = batch.count_unit_tokens()  # without what mask_truncated excluded
+    # The columns that the objectives read. The critic does not learn from demonstrations.
+    of_critic = ["response_mask", "unit_tokens", "values", "returns"]
+    of_policy = ["response_mask", "unit_tokens", "advantages", "versions", "logprobs_rollout"]
+    optional = {"logprobs_ref", "ref_top_logprobs", "imitation_mask"}
+    optional |= {name for name in batch if name.startswith("batch_stats/")}
+    of_policy += sorted(optional & batch.keys())
+    # With a single update, old and new logprobs are equal: policy_objective uses the new ones.
+    if args.updates_per_step > 1:
+        of_policy.append("logprobs_old")
+    objective = functools.partial(policy_objective, step=step, state=run.estimator_state)
+
     prompts = batch.units.prompts[batch.units.unit_of_row]  # (B,)
     lr = run.policy.set_lr(max(0, step - args.critic_warmup))
     if run.critic:
@@ -386,11 +397,15 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     seeds = [data.stable_hash(args.seed, step, epoch) for epoch in range(args.epochs)]
     for rows in data.mini_batches(prompts, args.updates_per_epoch, seeds):
         if step >= args.critic_warmup:
-            updates.append(update_policy(run, batch, rows, step, before_pass))
+            metrics, logprobs = optimise(
+                run.policy, objective, batch, of_policy, rows, before_pass, args.loss_agg
+            )
+            if "logprobs_old" not in batch:  # this is the only update of the step, of all rows
+                batch["logprobs_old"] = all_sum(logprobs)  # to be compared with the engine's
+            updates.append(metrics)
             run.clock.lap("policy")
-        if run.critic:  # which does not learn from demonstrations
-            names = ["response_mask", "unit_tokens", "values", "returns"]
-            metrics, _ = optimise(run.critic, value_objective, batch, names, rows, before_pass)
+        if run.critic:
+            metrics, _ = optimise(run.critic, value_objective, batch, of_critic, rows, before_pass)
             metrics["critic/vf_loss"] = metrics.pop("critic/loss")
             updates.append(metrics)
             run.clock.lap("critic")
@@ -404,29 +419,6 @@ def move_reference(run: "Run"):
     if run.args.moves_reference:
         for old, new in zip(run.reference.parameters(), run.policy.net.parameters(), strict=True):
             old.add_(new - old, alpha=run.args.ref_update)
-
-
-def update_policy(
-    run: "Run", batch: data.Batch, rows: list[int], step: int, before_pass: Callable
-) -> dict[str, float]:
-    """Takes one optimiser step of the policy on these rows, which are the same on all ranks.
-
-    Sets batch["logprobs_old"] if it is missing. Returns metrics."""
-    args = run.args
-    names = ["response_mask", "unit_tokens", "advantages", "versions", "logprobs_rollout"]
-    optional = {"logprobs_ref", "ref_top_logprobs", "imitation_mask"}
-    optional |= {name for name in batch if name.startswith("batch_stats/")}
-    names += sorted(optional & batch.keys())
-    # With a single update, old and new logprobs are equal: policy_objective uses the new ones.
-    if args.updates_per_step > 1:
-        names.append("logprobs_old")
-    objective = functools.partial(policy_objective, step=step, state=run.estimator_state)
-    metrics, logprobs = optimise(
-        run.policy, objective, batch, names, rows, before_pass, args.loss_agg
-    )
-    if "logprobs_old" not in batch:  # this is the only update of the step, of all rows
-        batch["logprobs_old"] = all_sum(logprobs)  # to be compared with the engine's
-    return metrics
 
 
 def policy_objective(
