@@ -12,6 +12,7 @@ from conftest import SMALL_CACHE
 
 import data
 import train
+from examples import calculator
 from flatrl import models
 from flatrl.bad_input import BadInput
 from flatrl.vllm_engine import check_model
@@ -52,8 +53,6 @@ ROWS = [
 
 @pytest.mark.parametrize("rows, said", ROWS, ids=str)
 def test_rows(rows, said, tokenizer):
-    from examples import calculator
-
     def load():
         loaded = data.load_rows(SimpleNamespace(load=lambda split: rows), "train")
         data.filter_overlong(loaded, tokenizer, calculator, Args(max_prompt_tokens=1000))

@@ -57,8 +57,6 @@ def test_the_reward_of_an_answer(task, text, reward):
     assert task.reward(output, {"reward_model": {"ground_truth": "72"}}) == reward
 
 
-# ---------------------------------------------------------------- several outputs
-
 RIGHT, WRONG_SUM = "<answer>85</answer>", "<answer>37</answer>"
 QUESTION = {
     "prompt": [{"role": "user", "content": "What is 37+48?"}],
@@ -109,9 +107,6 @@ def test_a_game_of_textarena(tokenizer):
     assert said_by(output, "user") == ["3 left", "Illegal: say 1 or 2", "2 left\nGo on."]
     assert [reward for _, reward in output.turn_rewards] == [-0.1, 1.5]
     assert output.metrics["interaction/count/taken"] == 3
-
-
-# ---------------------------------------------------------------- llm_judge.py
 
 
 def test_a_judge(monkeypatch, tokenizer):

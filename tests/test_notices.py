@@ -74,9 +74,6 @@ def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
     assert fourth["reward"] == 0.75 and fourth["trajectory"] == "[1, 2, 7, 8]"
 
 
-# ---------------------------------------------------------------- the five warnings
-
-
 def outputs_of(n_cut_off: int = 0, text: str = "", **metrics) -> list:
     """Returns two outputs with reward 0 and four with reward 1, of which some were cut off."""
     outputs = sampled(6, text=text, metrics=metrics)
