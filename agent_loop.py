@@ -42,14 +42,12 @@ from flatrl.chat_template import (  # noqa: F401
     IN_TEXT,
     PROMPT_TAIL,
     ChatTemplate,
-    Recent,
     RewritesHistory,
     call_id,
     chat_template,
     function_call,
     render,
     split_reasoning,
-    visible_text,
     with_template_variables,
 )
 from flatrl.compact import Numbers, compact
@@ -238,6 +236,23 @@ def numeric_entries(values: dict) -> dict[str, float]:
     return {name: value + 0 for name, value in values.items() if isinstance(value, kinds)}
 
 
+def visible_text(tokenizer, ids: Sequence[int], mask: Sequence[int] | None = None) -> str:
+    """Decodes ids as rewards read them, with special tokens such as <answer> that were sampled.
+
+    Sampled tokens lose those of the template's frame, and given tokens all special tokens.
+    mask: 1 where the policy sampled, by default everywhere. Without a chat template it has no
+    effect: all special tokens are left out."""
+    if not tokenizer.chat_template:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+    template = chat_template(tokenizer)
+    kept = []
+    for number, is_sampled in zip(ids, mask or [1] * len(ids)):
+        hidden = template.frame_ids if is_sampled else template.texts.special
+        if number not in hidden:
+            kept.append(number)
+    return tokenizer.decode(kept)
+
+
 # ---------------------------------------------------------------- agent loops
 
 AGENT_LOOPS: dict[str, type] = {}
@@ -311,7 +326,6 @@ class Trajectory:
         """Starts the token sequence with this prompt and an empty response."""
         self.prompt_ids = Numbers("i", prompt_ids)
         self.engine_ids = Numbers("i", engine_ids)
-        self.recent = Recent()  # see ChatTemplate.suffix
         self.turn_rewards = []
         self.response_ids = Numbers("i")
         self.response_mask = Numbers("b")
@@ -323,7 +337,6 @@ class Trajectory:
         """Returns a copy with lists of its own; messages and images are shared."""
         copied = copy.copy(self)
         vars(copied).update({name: copy.copy(value) for name, value in vars(self).items()})
-        copied.recent = Recent()
         return copied
 
     def fork(self, prompt_ids: list[int], engine_ids: list[int]):
@@ -499,7 +512,7 @@ class AgentLoopBase:
         template = self.chat_template(stops)
         before = trajectory.messages
         try:
-            suffix = template.suffix(before, messages, trajectory.stop_id, tools, trajectory.recent)
+            suffix = template.suffix(before, messages, trajectory.stop_id, tools)
         except RewritesHistory:
             all_images = trajectory.images + images
             prompt = self.prompt(before + messages, tools, all_images, trajectory.trusted)

@@ -11,6 +11,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import chain, count
 from os.path import commonprefix
 
@@ -28,8 +29,8 @@ class RewritesHistory(ValueError):
 class Texts:
     """Turns texts into ids so that no text from outside becomes a control token.
 
-    Control tokens are the special tokens and markup such as <tool_call>: added tokens that begin
-    with punctuation, have a letter and no space. `special` and `controls` are {id: token}."""
+    Control tokens are the special tokens, and added tokens such as <tool_call> that begin with
+    punctuation, have a letter and no space. `special` and `controls` are {id: token}."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -150,27 +151,22 @@ def _split(text, words):
     return text[:end], text[end:]
 
 
-class Recent:
-    """The part of a growing chat that a suffix depends on. It stays short.
+def _recent(messages):
+    """Returns the part of a chat that a suffix depends on: it stays short.
 
     A round is a turn of the assistant and the messages that answer it. The part is what precedes
     the first turn, the last earlier round of each kind, and the latest round. So a template can
     look back at the last turn with a thought, for example."""
-
-    def __init__(self):
-        self.rounds = [[]]  # the first one precedes the assistant's first turn
-        self.n_seen = 0
-
-    def of(self, messages: list[dict]) -> list[dict]:
-        """Returns the recent part of a chat, which must continue that of the last call."""
-        for message in messages[self.n_seen :]:
-            if message["role"] == "assistant":
-                *earlier, latest = self.rounds
-                kept = [each for each in earlier if _kind(each) != _kind(latest)]
-                self.rounds = [*kept, latest, []]
-            self.rounds[-1].append(message)
-        self.n_seen = len(messages)
-        return [*chain(*self.rounds)]
+    rounds = [[]]  # the first one precedes the assistant's first turn
+    for message in messages:
+        if message["role"] == "assistant":
+            rounds.append([])
+        rounds[-1].append(message)
+    first, *earlier, latest = rounds
+    last_of_kind = {}
+    for each in reversed(earlier):
+        last_of_kind.setdefault(_kind(each), each)
+    return [*first, *chain(*reversed(last_of_kind.values())), *latest]
 
 
 def _kind(messages):
@@ -178,9 +174,9 @@ def _kind(messages):
     kind = []
     for message in messages:
         said = message.get("content"), message.get("reasoning_content")
-        has_text = [bool(str(text or "").strip()) for text in said]
+        has_text = [bool(text and not str(text).isspace()) for text in said]
         kind.append((message["role"], *has_text, len(message.get("tool_calls") or ())))
-    return kind
+    return tuple(kind)
 
 
 # ---------------------------------------------------------------- made-up chats
@@ -201,13 +197,10 @@ def function_call(call_id: str, name: str, arguments: dict) -> dict:
 
 def _called(turn, n_calls=1, **said):
     """Returns a turn with calls, and the messages with their results."""
-    calls = []
-    results = []
-    for number in range(n_calls):
-        made_id = call_id(turn, number)
-        calls.append(function_call(made_id, "probe", {"text": "?"}))
-        result = {"role": "tool", "name": "probe", "content": "?", "tool_call_id": made_id}
-        results.append(result)
+    ids = [call_id(turn, number) for number in range(n_calls)]
+    calls = [function_call(made_id, "probe", {"text": "?"}) for made_id in ids]
+    result = {"role": "tool", "name": "probe", "content": "?"}
+    results = [result | {"tool_call_id": made_id} for made_id in ids]
     return [{"role": "assistant", "content": "", **said, "tool_calls": calls}, *results]
 
 
@@ -255,13 +248,13 @@ class ChatTemplate:
         start, end = map(re.escape, (self.think_start, self.think_end))
         self.empty_thought = re.compile(rf"{start}\s*{end}\s*")
         self._cached_ids = functools.lru_cache(maxsize=64)(self.texts.ids)
-        # For `text`, which writes the made-up chats below.
+        # `text` reads these two, and writes the made-up chats below.
         self.no_tools = None
-        self.shows_thoughts = self.shows_thoughts_beside_calls = True
+        self.hides_thought = {}  # {whether a turn has calls: why its thought is not written}
         if self.problem([USER]):  # Hermes-2-Pro's needs tools: an empty list will do
             self.no_tools = []
-        shown = [not self.problem([USER, turn]) for turn in (THOUGHT, CALL_AFTER_THOUGHT)]
-        self.shows_thoughts, self.shows_thoughts_beside_calls = shown
+        turns = {False: THOUGHT, True: CALL_AFTER_THOUGHT}
+        self.hides_thought = {key: self.problem([USER, turn]) for key, turn in turns.items()}
         self.shows_calls = not self.problem([USER, CALL])
         self.shows_text_beside_calls = not self.problem([USER, CALL | {"content": "?"}])
         self._learn_ends({*stops})
@@ -277,15 +270,11 @@ class ChatTemplate:
         for message in messages:
             message = dict(message)
             reasoning = message.pop("reasoning_content", None)
-            if reasoning is not None:
-                is_shown = self.shows_thoughts
-                if "tool_calls" in message:
-                    is_shown = self.shows_thoughts_beside_calls
-                if is_shown:  # gpt-oss names it "thinking"
-                    message |= {"reasoning_content": reasoning, "thinking": reasoning}
-                else:
-                    thought = f"{self.think_start}{reasoning}{self.think_end}"
-                    message["content"] = thought + (message.get("content") or "")
+            if reasoning is not None and self.hides_thought.get("tool_calls" in message):
+                thought = f"{self.think_start}{reasoning}{self.think_end}"
+                message["content"] = thought + (message.get("content") or "")
+            elif reasoning is not None:  # gpt-oss names it "thinking"
+                message |= {"reasoning_content": reasoning, "thinking": reasoning}
             chat.append(message)
         return self.tokenizer.apply_chat_template(
             chat,
@@ -311,7 +300,7 @@ class ChatTemplate:
     # -- the suffix of a turn
 
     def suffix(
-        self, messages: list[dict], new: list[dict], stop: int | None, tools=None, recent=None
+        self, messages: list[dict], new: list[dict], stop: int | None, tools=None
     ) -> list[int]:
         """Returns the ids that `new` messages (of tools or users) add after an assistant's turn.
 
@@ -322,14 +311,12 @@ class ChatTemplate:
 
         stop: the stop token with which the turn ended. Without one (a stop string ended it, or a
             limit), the suffix begins with the template's.
-        recent: a `Recent` that the caller keeps from turn to turn of one chat, for speed.
 
         Raises RewritesHistory if the template now writes the chat in another way: Qwen3 drops
         earlier reasoning, for example. Raises ValueError if it writes nothing for `new`."""
         if messages[-1]["role"] != "assistant":
             raise RewritesHistory("the chat does not end with a turn of the assistant")
-        recent = recent or Recent()
-        history = messages if self.looks_far_back else recent.of(messages)
+        history = messages if self.looks_far_back else _recent(messages)
         added = self._added(history, [self.texts.plain(message) for message in new], stop, tools)
         if not added:
             role = new[-1]["role"]
@@ -372,7 +359,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def looks_far_back(self) -> bool:
-        """Whether a suffix depends on more of a chat than `Recent` keeps.
+        """Whether a suffix depends on more of a chat than `_recent` returns.
 
         Cohere's template numbers all calls, for example. Made-up chats of many rounds show it."""
         kinds = []
@@ -385,7 +372,7 @@ class ChatTemplate:
             n_new = len(rounds[-1]) - 1  # all but the turn
             history, new = chat[:-n_new], chat[-n_new:]
             whole = self._outcome(history, new)
-            if whole and whole != self._outcome(Recent().of(history), new):
+            if whole and whole != self._outcome(_recent(history), new):
                 return True
         return False
 
@@ -407,9 +394,7 @@ class ChatTemplate:
         ends = self._special_after(ANSWER) + self._special_after(ANSWER, USER)
         if self.tokenizer.eos_token:
             ends.append(self.tokenizer.eos_token_id)
-        if not ends:
-            raise BadInput("neither the chat template nor the tokenizer has a token to end a turn")
-        self.answer_end = ends[0]
+        self.answer_end = [*ends, *stops][0]
         two_calls, *_ = _called(1, 2)
         between = self._special_after(two_calls)
         after = self._special_after(CALL) + self._special_after(CALL, RESULT)
@@ -429,7 +414,7 @@ class ChatTemplate:
         return self.texts.special_ids(after)
 
     def _end_of(self, turn):
-        """Returns the id of the token that ends a turn."""
+        """Returns the id of the token that ends a message of the assistant."""
         return self.call_end if turn.get("tool_calls") else self.answer_end
 
     # -- what the policy said
@@ -442,11 +427,9 @@ class ChatTemplate:
 
         text: with special tokens. opened: whether the prompt opened the thought."""
         if self.channel:
-            start, end = map(re.escape, (self.before_thought.strip(), self.after_thought.strip()))
-            pattern = rf"{start}(.*?)(?:{end}|$)"
-            thoughts = re.findall(pattern, text, re.DOTALL)
-            reasoning = "\n".join(map(str.strip, thoughts)) if thoughts else None
-            text = re.sub(pattern, "", text, flags=re.DOTALL)
+            thoughts = [thought.strip() for thought in self.channelled.findall(text)]
+            reasoning = "\n".join(thoughts) if thoughts else None
+            text = self.channelled.sub("", text)
         else:
             reasoning, text = split_reasoning(text, self.think_start, self.think_end, opened)
             if reasoning is not None:  # "\n\n", for example, is between thought and answer
@@ -462,21 +445,23 @@ class ChatTemplate:
         In gpt-oss these begin "<|channel|>analysis", "<|end|><|start|>assistant" and
         "<|channel|>final". channel: the first of these tokens, if special tokens enclose a thought
         in place of think_tags; or empty."""
-        self.before_thought = self.after_thought = self.before_answer = self.channel = ""
+        self.after_thought = self.before_answer = self.channel = ""
         if self.problem([USER, ANSWER]):
             return
-        only_beside_calls = self.shows_thoughts_beside_calls and not self.shows_thoughts  # Gemma 4
+        only_beside_calls = self.hides_thought[False] and not self.hides_thought[True]  # Gemma 4
         thinking = CALL_AFTER_THOUGHT if only_beside_calls else THOUGHT
         thinking, answer = _in_words([thinking, ANSWER])
         self.before_answer = WORD.split(self.written(answer))[0]
-        self.before_thought, after, *_ = [*WORD.split(self.written(thinking)), ""]
-        begin = self.texts.special_starts.findall(self.before_thought)
+        before, after, *_ = [*WORD.split(self.written(thinking)), ""]
+        begin = self.texts.special_starts.findall(before)
         end = self.texts.special_starts.findall(after)
         if only_beside_calls and end:  # a call follows
             after = after.partition(end[0])[0] + end[0]
         if begin and end and self.think_end not in after:
             self.channel = begin[0]
             after = after.removesuffix(self.before_answer)
+            before, behind = re.escape(before.strip()), re.escape(after.strip())
+            self.channelled = re.compile(f"{before}(.*?)(?:{behind}|$)", re.DOTALL)
         self.after_thought = after
 
     @functools.cached_property
@@ -485,9 +470,8 @@ class ChatTemplate:
         roles = self.tokenizer.special_tokens_map.values()  # EOS, padding
         ids = {*self.stops, *self.tokenizer.convert_tokens_to_ids([*roles])}
         for make in ROUNDS.values():
-            chat = [USER, *make(1), ANSWER, USER]
-            if not self.problem(chat):
-                ids.update(self.texts.special_ids(self.text(chat)))
+            with suppress(Exception):  # templates raise whatever they like
+                ids.update(self.texts.special_ids(self.text([USER, *make(1), ANSWER, USER])))
         return ids
 
     # -- a given turn
@@ -504,14 +488,14 @@ class ChatTemplate:
         Raises ValueError if the policy could not sample the turn: it is empty, the template hides
         its calls, or it has a stop token inside."""
         turn = {"content": ""} | turn
-        calls = []
-        for i, call in enumerate(turn.get("tool_calls", ())):
-            calls.append({"type": "function"} | call | {"id": call_id(number, i)})
+        calls = turn.get("tool_calls", ())
         if calls:
-            turn["tool_calls"] = calls
+            made = [call | {"id": call_id(number, i)} for i, call in enumerate(calls)]
+            turn["tool_calls"] = made
         prompt = self.text([USER], add_generation_prompt=True)
         before = self.tokenizer.decode(prompt_ids[-PROMPT_TAIL:]) or prompt
-        written = self._with_thought(self.written(turn), turn, before.rstrip())
+        opened = before.rstrip().endswith(self.think_start)  # not so R1's after a tool's answer
+        written = self._with_thought(self.written(turn), turn, opened)
         # After the prompt, because some tokenizers put a space before words in other places.
         start = self.texts.ids(prompt)
         ids = self.texts.ids(prompt + written)
@@ -534,14 +518,12 @@ class ChatTemplate:
             written = written.partition(header.lstrip())[2]  # Llama 4 has white space before it
         return written.partition(self.tokenizer.decode([self._end_of(turn)]))[0]
 
-    def _with_thought(self, written, turn, before):
-        """Returns a written turn with what the template left out of it. before: its prompt."""
-        opened = before.endswith(self.think_start)  # not so R1's after a tool's answer
+    def _with_thought(self, written, turn, opened):
+        """Returns a written turn with what the template left out of it."""
         if not turn.get("tool_calls") and turn["content"].strip() not in written:
             written = turn["content"]
-        for tag in (self.think_start, self.think_end):
-            if before.endswith(tag):
-                written = written.removeprefix(tag)
+        if opened:
+            written = written.removeprefix(self.think_start)
         thought = turn.get("reasoning_content", "")
         if self.think_end in written or (thought.strip() in written and not opened):
             return written
@@ -596,10 +578,7 @@ class ChatTemplate:
         """Yields warnings about a round. Raises BadInput if it can't follow the prompt."""
         problem = self.problem([*messages, ANSWER, USER], tools, prompt)
         if problem:
-            raise BadInput(
-                f"the model's chat template does not take {name}: {problem}. Choose another "
-                "model, or change the template (chat_template.jinja in the model's folder)"
-            )
+            raise BadInput(f"the model's chat template does not take {name}: {problem}")
         chat = _in_words([*prompt, *messages])
         history, new = chat[: len(prompt) + 1], chat[len(prompt) + 1 :]
         added = self._outcome(history, new, self._end_of(messages[0]), tools)
@@ -641,13 +620,8 @@ def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str 
     """Splits an assistant's text into (reasoning, the rest). Reasoning is None without tags.
 
     Reasoning is everything up to the last end tag, plus anything after a later start tag:
-        "<think>why</think>so"        ("why", "so")
-        "why</think>so"               ("why", "so")
-        "\\n<think>why</think>so"      ("why", "so"): GLM writes the newline
-        "why</think>so<think>or"      ("whyor", "so")
-        "why", opened                 ("why", "")
-
-    start, end: the tags. opened: whether the prompt ends with the start tag."""
+    "<think>why</think>so<think>or" gives ("whyor", "so"). start, end: the tags. opened: whether the
+    prompt ends with the start tag."""
     if opened:
         text = start + text
     before, has_end, after_end = text.rpartition(end)
@@ -661,10 +635,7 @@ def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str 
 # ---------------------------------------------------------------- templates of tokenizers
 
 
-@functools.lru_cache(maxsize=64)
-def _chat_template(tokenizer, template, stops, think_tags):
-    """Returns a ChatTemplate (cached). template: a changed one is learned again."""
-    return ChatTemplate(tokenizer, stops, think_tags)
+_cached_template = functools.lru_cache(maxsize=64)(ChatTemplate)
 
 
 def chat_template(
@@ -674,29 +645,12 @@ def chat_template(
 
     stops: the ids that end a turn, in addition to the tokenizer's EOS."""
     stops = frozenset({*stops, tokenizer.eos_token_id} - {None})
-    return _chat_template(tokenizer, str(tokenizer.chat_template), stops, think_tags)
+    return _cached_template(tokenizer, stops, think_tags)
 
 
 def render(tokenizer, messages: list[dict], tools=None, trusted=None) -> list[int]:
     """Returns the ids of a chat with its generation prompt: see `ChatTemplate.render`."""
     return chat_template(tokenizer).render(messages, tools, trusted)
-
-
-def visible_text(tokenizer, ids: Sequence[int], mask: Sequence[int] | None = None) -> str:
-    """Decodes ids as rewards read them, with special tokens such as <answer> that were sampled.
-
-    Sampled tokens lose those of the template's frame, and given tokens all special tokens.
-    mask: 1 where the policy sampled, by default everywhere. Without a chat template it has no
-    effect: all special tokens are left out."""
-    if not tokenizer.chat_template:
-        return tokenizer.decode(ids, skip_special_tokens=True)
-    template = chat_template(tokenizer)
-    kept = []
-    for number, is_sampled in zip(ids, mask or [1] * len(ids)):
-        hidden = template.frame_ids if is_sampled else template.texts.special
-        if number not in hidden:
-            kept.append(number)
-    return tokenizer.decode(kept)
 
 
 @functools.lru_cache(maxsize=64)
