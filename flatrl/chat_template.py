@@ -173,9 +173,9 @@ def _kind(messages):
     """Returns what a template can tell from messages without reading their words."""
     kind = []
     for message in messages:
-        said = message.get("content"), message.get("reasoning_content")
-        has_text = [bool(text and not str(text).isspace()) for text in said]
-        kind.append((message["role"], *has_text, len(message.get("tool_calls") or ())))
+        n_calls = len(message.get("tool_calls") or ())
+        has_thought = bool(message.get("reasoning_content"))
+        kind += [message["role"], bool(message.get("content")), has_thought, n_calls]
     return tuple(kind)
 
 
