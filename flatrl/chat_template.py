@@ -105,11 +105,10 @@ def _edited(value, edit):
     return value
 
 
-# ---------------------------------------------------------------- words in place of texts
+# ---------------------------------------------------------------- chats of words
 
 MARK = "Probe"  # begins each word
 WORD = re.compile(MARK + r"\d{7}")
-PROMPT_TAIL = 64  # tokens at the end of a prompt, in which it may open a thought
 
 
 def _in_words(messages, role=None):
@@ -179,9 +178,6 @@ def _kind(messages):
     return tuple(kind)
 
 
-# ---------------------------------------------------------------- made-up chats
-
-
 def call_id(turn: int, number: int) -> str:
     """Returns the id of a tool call: nine characters, as Mistral's template requires.
 
@@ -225,8 +221,9 @@ ROUNDS = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's API
 
-
 # ---------------------------------------------------------------- the template
+
+PROMPT_TAIL = 64  # tokens at the end of a prompt, in which it may open a thought
 
 
 class ChatTemplate:
@@ -276,13 +273,9 @@ class ChatTemplate:
             elif reasoning is not None:  # gpt-oss names it "thinking"
                 message |= {"reasoning_content": reasoning, "thinking": reasoning}
             chat.append(message)
-        return self.tokenizer.apply_chat_template(
-            chat,
-            tools=tools or self.no_tools,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
+        variables |= {"tools": tools or self.no_tools, "tokenize": False}
+        variables["add_generation_prompt"] = add_generation_prompt
+        return self.tokenizer.apply_chat_template(chat, **variables)
 
     def render(self, messages: list[dict], tools=None, trusted: Sequence[dict] | None = None):
         """Returns the ids of a chat, with the generation prompt at its end.
@@ -479,14 +472,12 @@ class ChatTemplate:
     def turn_ids(self, turn: dict, prompt_ids: Sequence[int] = (), number: int = 1) -> list[int]:
         """Returns the ids of an assistant's turn, including the stop token that ends it.
 
-        It is what the template writes or, if that lacks the content (some templates drop
-        reasoning), the content itself. If the prompt opens a thought, the turn ends it.
+        It is what the template writes and, if that lacks them (some templates drop reasoning),
+        content and thought. If the prompt opens a thought, the turn ends it. Raises ValueError if
+        the turn is empty, if the template hides its calls, or if it has a stop token inside.
 
         prompt_ids: what precedes the turn, by default a user's question. number: that of the turn,
-        for the ids of its calls, which their results repeat.
-
-        Raises ValueError if the policy could not sample the turn: it is empty, the template hides
-        its calls, or it has a stop token inside."""
+        for the ids of its calls, which their results repeat."""
         turn = {"content": ""} | turn
         calls = turn.get("tool_calls", ())
         if calls:

@@ -14,7 +14,7 @@ from typing import get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from flatrl.bad_input import BadInput
+from flatrl.bad_input import BadInput, need
 from flatrl.chat_template import call_id, chat_template, function_call
 from flatrl.user_code import clean
 
@@ -166,7 +166,6 @@ SCHEMAS = [
 CALL = (NAME, {"q": "Zq1"})
 ALL_TYPES = {"q": 'ü\n"1" Zq1', "on": True, "x": 0.5, "o": {"a": [1, None]}}
 ALONE = "a call"
-EMPTY = "a call without arguments"
 BESIDE = "a text beside a call"
 TWO = "two calls in a turn"
 # A turn of the assistant: the text before its calls, and the calls.
@@ -174,7 +173,7 @@ PROBES = {
     ALONE: ("", [CALL]),
     "a number": ("", [(NAME, {"n": 3})]),
     "arguments of all types": ("", [(NAME, ALL_TYPES)]),
-    EMPTY: ("", [("probe_now", {})]),
+    "a call without arguments": ("", [("probe_now", {})]),
     TWO: ("", [CALL, (NAME, {"q": "Zq2", "n": 2})]),
     BESIDE: ("Beside.", [CALL]),
 }
@@ -190,12 +189,10 @@ WITHOUT_ARGUMENTS = re.compile(r'(\{\s*"name"\s*:\s*"[^"\\]*"\s*)\}')
 class CallFormat:
     """How a model writes tool calls. Its chat template writes probe calls; a parser reads them.
 
-    tokenizer: with the variables of the template. name: a parser of `vllm serve
-    --tool-call-parser`, "template" (`TemplateParser`), or "auto": the first of all parsers that
-    reads most probes; hermes if the template writes no calls. Afterwards `name` is that of the
-    parser, and `lost` lists the probes that it does not read.
-
-    Raises BadInput if the parser does not fit the tokenizer, and if "auto" finds none."""
+    tokenizer: with the variables of the template. name: a parser of vLLM's, "template"
+    (`TemplateParser`), or "auto": the first of all parsers that reads most probes; hermes if the
+    template writes no calls. Afterwards `name` is that of the parser, and `lost` lists the probes
+    that it does not read. Raises BadInput if the parser does not fit, and if "auto" finds none."""
 
     def __init__(self, tokenizer, name: str = "auto"):
         # Each parser asks for the vocabulary, which takes 0.1 s.
@@ -212,7 +209,7 @@ class CallFormat:
         self.closing = None
         if read:
             self.opening = _opening(self.turns)
-            self.closing = self._closing() if ALONE in read else None
+            self.closing = self._closing()
         else:
             tag = getattr(self.parser, "tool_call_start_token", None)
             self.opening = re.escape(tag) if tag else "(?!)"
@@ -259,19 +256,19 @@ class CallFormat:
         for turns in forms:
             for name, parser in self._parsers(names, turns):
                 read = [probe for probe in turns if _reads(parser, turns[probe], probe)]
-                if read == [EMPTY]:
+                if ALONE not in read:
                     read = []
                 if not best or len(read) > len(best[-1]):
                     best = name, parser, turns, read
                 if len(read) == len(turns):
                     return best
-            if best and ALONE in best[-1]:
+            if best and best[-1]:
                 return best
-        if not best or (asked == "auto" and not best[-1]):
-            raise BadInput(
-                f"--tool_parser {asked} does not fit the model's tokenizer and chat template: "
-                f"choose from {', '.join(['auto', 'template', *known])}"
-            )
+        need(
+            best and (best[-1] or asked != "auto"),
+            f"--tool_parser {asked} does not fit the model's tokenizer and chat template: "
+            f"choose from {', '.join(['auto', 'template', *known])}",
+        )
         return best
 
     def _parsers(self, names, turns):
@@ -304,8 +301,7 @@ class CallFormat:
 
     def parse(self, text: str, schemas: list[dict]) -> tuple[str, list[dict]]:
         """Returns (the text outside of calls, the calls): see `parse_tool_calls`."""
-        names = [schema.get("function", {}).get("name", "") for schema in schemas]
-        starts = _starts(self.opening, names, text)
+        starts = _starts(self.opening, schemas, text)
         problem = "the tool call is not complete and well-formed"
         malformed = {"name": "", "arguments": {}, "error": problem}
         if starts and self.closing and self.closing not in text[starts[-1] :]:
@@ -331,17 +327,15 @@ class CallFormat:
             yield f"the template writes no calls: describe those of {self.name} in the prompt"
         if self.lost:
             yield f"--tool_parser {self.name} does not read {', '.join(self.lost)}"
-        is_tried = ALONE not in self.lost or len(self.lost) == len(self.turns)
-        for schema in schemas if self.turns and is_tried else ():
+        for schema in schemas if self.turns else ():
             name = schema["function"]["name"]
-            renamed = SCHEMAS[0]["function"] | {"name": name}
             turn = self.turns[ALONE].replace(NAME, name)
-            _, calls = read_calls(self.parser, turn, [{"type": "function", "function": renamed}])
-            if not calls or (calls[0]["name"], calls[0]["arguments"]) != (name, CALL[1]):
-                raise BadInput(
-                    f"--tool_parser {self.name} does not read a call of the tool {name!r}, which "
-                    f"the chat template writes as {turn!r:.200}: rename it, or name another parser"
-                )
+            _, calls = read_calls(self.parser, turn, [_schema(name, q="string")])
+            need(
+                calls and (calls[0]["name"], calls[0]["arguments"]) == (name, CALL[1]),
+                f"--tool_parser {self.name} does not read a call of the tool {name!r}, which the "
+                f"chat template writes as {turn!r:.200}: rename it, or name another parser",
+            )
 
 
 def _opening(turns):
@@ -358,10 +352,10 @@ def _opening(turns):
     return rf"{_loose(opening)}\s*NAMES\s*{re.escape(after)}"
 
 
-def _starts(opening, names, text):
+def _starts(opening, schemas, text):
     """Returns the places in a text where calls start. opening: as from `_opening`."""
-    any_name = "|".join(map(re.escape, names)) or "(?!)"
-    pattern = opening.replace("NAMES", f"(?:{any_name})")
+    names = [re.escape(schema.get("function", {}).get("name", "")) for schema in schemas]
+    pattern = opening.replace("NAMES", f"(?:{'|'.join(names) or '(?!)'})")
     return [match.start() for match in re.finditer(pattern, text)]
 
 
@@ -398,19 +392,18 @@ class TemplateParser:
 
     def extract_tool_calls(self, text: str, request):
         """Returns what vLLM's parsers return. Raises ValueError for a malformed call."""
-        names = [tool.function.name for tool in request.tools or ()]
-        starts = _starts(self.opening, names, text)
-        if not starts:
-            return SimpleNamespace(tools_called=False, tool_calls=[], content=text)
+        schemas = [tool.model_dump() for tool in request.tools or ()]
+        starts = _starts(self.opening, schemas, text)
         calls = []
-        place = starts[0]
+        place = starts[0] if starts else len(text)
+        content = text[:place]
         while found := self.call.search(text, place):
             arguments, place = json.JSONDecoder(strict=False).raw_decode(text, found.end())
             function = SimpleNamespace(name=found[1], arguments=json.dumps(arguments))
             calls.append(SimpleNamespace(function=function))
-        if not calls or starts[-1] >= place:
+        if starts and (not calls or starts[-1] >= place):
             raise ValueError("a tool call lacks its name or its arguments")
-        return SimpleNamespace(tools_called=True, tool_calls=calls, content=text[: starts[0]])
+        return SimpleNamespace(tools_called=bool(calls), tool_calls=calls, content=content)
 
 
 # ---------------------------------------------------------------- reading calls
