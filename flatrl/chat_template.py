@@ -65,9 +65,8 @@ class Texts:
         for piece in pieces:
             # The first character alone, so that no control token begins with it. If the character
             # is a control token itself, it is dropped.
-            for number in self._encoded(piece[:1], False):
-                if number not in self.controls:
-                    ids.append(number)
+            first = self._encoded(piece[:1], False)
+            ids += [number for number in first if number not in self.controls]
             ids += self._encoded(piece[1:], False)
         return ids
 
@@ -219,10 +218,10 @@ ROUNDS = {
     TWO_CALLS: functools.partial(_called, n_calls=2),
     IN_TEXT: lambda n: [ANSWER, *_called(n)[1:]],
 }
-ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's API
 
 # ---------------------------------------------------------------- the template
 
+THINK_TAGS = "<think> </think>"
 PROMPT_TAIL = 64  # tokens at the end of a prompt, in which it may open a thought
 
 
@@ -236,13 +235,13 @@ class ChatTemplate:
 
     Raises BadInput if the tokenizer has no chat template."""
 
-    def __init__(self, tokenizer, stops: Iterable[int] = (), think_tags: str = "<think> </think>"):
+    def __init__(self, tokenizer, stops: Iterable[int] = (), think_tags: str = THINK_TAGS):
         if not tokenizer.chat_template:
             raise BadInput("the tokenizer has no chat template: set one, or use an instruct model")
         self.tokenizer = tokenizer
         self.texts = Texts(tokenizer)
         self.think_start, self.think_end = think_tags.split()
-        start, end = map(re.escape, (self.think_start, self.think_end))
+        start, end = map(re.escape, think_tags.split())
         self.empty_thought = re.compile(rf"{start}\s*{end}\s*")
         self._cached_ids = functools.lru_cache(maxsize=64)(self.texts.ids)
         # `text` reads these two, and writes the made-up chats below.
@@ -312,8 +311,7 @@ class ChatTemplate:
         history = messages if self.looks_far_back else _recent(messages)
         added = self._added(history, [self.texts.plain(message) for message in new], stop, tools)
         if not added:
-            role = new[-1]["role"]
-            raise ValueError(f"the chat template writes nothing for a message of role {role!r}")
+            raise ValueError(f"the chat template writes nothing for {new!r:.80}")
         return self.texts.ids(added, begins=False)
 
     def _added(self, history, new, stop, tools=None):
@@ -355,10 +353,8 @@ class ChatTemplate:
         """Whether a suffix depends on more of a chat than `_recent` returns.
 
         Cohere's template numbers all calls, for example. Made-up chats of many rounds show it."""
-        kinds = []
-        for make in ROUNDS.values():
-            if not self.problem([USER, *make(1), ANSWER, USER]).startswith("it raises"):
-                kinds.append(make)
+        tried = {make: self.problem([USER, *make(1), ANSWER, USER]) for make in ROUNDS.values()}
+        kinds = [make for make, problem in tried.items() if not problem.startswith("it raises")]
         for last in kinds:
             rounds = [make(n) for n, make in enumerate([*kinds * 4, last], 1)]
             chat = _in_words([USER, *chain(*rounds)])
@@ -397,9 +393,8 @@ class ChatTemplate:
         self.stops = {*stops, self.answer_end, self.call_end}
 
     def _special_after(self, *messages):
-        """Returns the ids of the special tokens after the first word of messages, up to the next.
-
-        The messages follow a user's. There are none if the template refuses them."""
+        """Returns the special tokens between the first word of messages and the next; [] if the
+        template refuses them. The messages follow a user's."""
         chat = [USER, *messages]
         if self.problem(chat):
             return []
@@ -437,15 +432,15 @@ class ChatTemplate:
 
         In gpt-oss these begin "<|channel|>analysis", "<|end|><|start|>assistant" and
         "<|channel|>final". channel: the first of these tokens, if special tokens enclose a thought
-        in place of think_tags; or empty."""
+        in place of think_tags, or empty. channelled: a pattern for such a thought."""
         self.after_thought = self.before_answer = self.channel = ""
         if self.problem([USER, ANSWER]):
             return
         only_beside_calls = self.hides_thought[False] and not self.hides_thought[True]  # Gemma 4
         thinking = CALL_AFTER_THOUGHT if only_beside_calls else THOUGHT
         thinking, answer = _in_words([thinking, ANSWER])
-        self.before_answer = WORD.split(self.written(answer))[0]
-        before, after, *_ = [*WORD.split(self.written(thinking)), ""]
+        self.before_answer = WORD.split(self.turn_text(answer))[0]
+        before, after, *_ = [*WORD.split(self.turn_text(thinking)), ""]
         begin = self.texts.special_starts.findall(before)
         end = self.texts.special_starts.findall(after)
         if only_beside_calls and end:  # a call follows
@@ -481,12 +476,11 @@ class ChatTemplate:
         turn = {"content": ""} | turn
         calls = turn.get("tool_calls", ())
         if calls:
-            made = [call | {"id": call_id(number, i)} for i, call in enumerate(calls)]
-            turn["tool_calls"] = made
+            turn["tool_calls"] = [c | {"id": call_id(number, i)} for i, c in enumerate(calls)]
         prompt = self.text([USER], add_generation_prompt=True)
         before = self.tokenizer.decode(prompt_ids[-PROMPT_TAIL:]) or prompt
         opened = before.rstrip().endswith(self.think_start)  # not so R1's after a tool's answer
-        written = self._with_thought(self.written(turn), turn, opened)
+        written = self._completed(self.turn_text(turn), turn, opened)
         # After the prompt, because some tokenizers put a space before words in other places.
         start = self.texts.ids(prompt)
         ids = self.texts.ids(prompt + written)
@@ -500,16 +494,16 @@ class ChatTemplate:
             raise ValueError(f"the policy could not say this turn of a demonstration: {turn}")
         return [*ids, self._end_of(turn)]
 
-    def written(self, turn: dict, tools: list[dict] | None = None) -> str:
+    def turn_text(self, turn: dict, tools: list[dict] | None = None) -> str:
         """Returns an assistant's turn as the template writes it, without its prompt and its end."""
         prompt = self.text([USER], tools, True)
-        written = _beyond(prompt, self.text([USER, turn], tools))
-        header = _beyond(self.text([USER], tools), prompt)
+        written = _after(prompt, self.text([USER, turn], tools))
+        header = _after(self.text([USER], tools), prompt)
         if header and written.lstrip().startswith(header.lstrip()):
             written = written.partition(header.lstrip())[2]  # Llama 4 has white space before it
         return written.partition(self.tokenizer.decode([self._end_of(turn)]))[0]
 
-    def _with_thought(self, written, turn, opened):
+    def _completed(self, written, turn, opened):
         """Returns a written turn with what the template left out of it."""
         if not turn.get("tool_calls") and turn["content"].strip() not in written:
             written = turn["content"]
@@ -587,17 +581,16 @@ class ChatTemplate:
             return
         said = [message | {"reasoning_content": None} for message in prompt]
         problem = self.problem(said, tools)
-        for message in prompt:
-            role = message["role"]
-            if role not in ROLES and role not in str(self.tokenizer.chat_template):
-                problem = problem or f"it does not know the role {role!r}"
+        known = f"system developer user assistant tool {self.tokenizer.chat_template}"
+        for role in [message["role"] for message in prompt if message["role"] not in known]:
+            problem = problem or f"it does not know the role {role!r}"
         if prompt[-1]["role"] == "assistant":
             problem = problem or "it ends the assistant's last message, which can't be continued"
         if problem:
             raise BadInput(f"the model's chat template does not take this prompt: {problem}")
 
 
-def _beyond(prompt, history):
+def _after(prompt, history):
     """Returns what a history has after the part that it shares with a prompt.
 
     With R1's prompt "U: 2+2 A: <think>", "U: 2+2 A: 4<EOS>" has "4<EOS>"."""
@@ -629,9 +622,7 @@ def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str 
 _cached_template = functools.lru_cache(maxsize=64)(ChatTemplate)
 
 
-def chat_template(
-    tokenizer, stops: Iterable[int] = (), think_tags: str = "<think> </think>"
-) -> ChatTemplate:
+def chat_template(tokenizer, stops: Iterable[int] = (), think_tags=THINK_TAGS) -> ChatTemplate:
     """Returns the tokenizer's ChatTemplate, which is made once for the same arguments.
 
     stops: the ids that end a turn, in addition to the tokenizer's EOS."""

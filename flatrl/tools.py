@@ -238,7 +238,7 @@ class CallFormat:
     def _turn(self, content, calls):
         """Returns a turn with calls as the model samples it. Raises ValueError if one is hidden."""
         turn = {"role": "assistant", "content": content, "tool_calls": calls}
-        _, written = self.template.read(self.template.written(turn, SCHEMAS), opened=False)
+        _, written = self.template.read(self.template.turn_text(turn, SCHEMAS), opened=False)
         if not all(word in written for word in re.findall(r"probe_\w+|Zq\d", str(calls))):
             raise ValueError("the template hides a call")
         return written.lstrip()
