@@ -479,8 +479,7 @@ class ChatTemplate:
             turn["tool_calls"] = [c | {"id": call_id(number, i)} for i, c in enumerate(calls)]
         prompt = self.text([USER], add_generation_prompt=True)
         before = self.tokenizer.decode(prompt_ids[-PROMPT_TAIL:]) or prompt
-        opened = before.rstrip().endswith(self.think_start)  # not so R1's after a tool's answer
-        written = self._completed(self.turn_text(turn), turn, opened)
+        written = self._completed(self.turn_text(turn), turn, before.rstrip())
         # After the prompt, because some tokenizers put a space before words in other places.
         start = self.texts.ids(prompt)
         ids = self.texts.ids(prompt + written)
@@ -503,12 +502,14 @@ class ChatTemplate:
             written = written.partition(header.lstrip())[2]  # Llama 4 has white space before it
         return written.partition(self.tokenizer.decode([self._end_of(turn)]))[0]
 
-    def _completed(self, written, turn, opened):
-        """Returns a written turn with what the template left out of it."""
+    def _completed(self, written, turn, before):
+        """Returns a written turn with what the template left out of it. before: its prompt."""
+        opened = before.endswith(self.think_start)  # not so R1's after a tool's answer
         if not turn.get("tool_calls") and turn["content"].strip() not in written:
             written = turn["content"]
-        if opened:
-            written = written.removeprefix(self.think_start)
+        for tag in (self.think_start, self.think_end):
+            if before.endswith(tag):
+                written = written.removeprefix(tag)
         thought = turn.get("reasoning_content", "")
         if self.think_end in written or (thought.strip() in written and not opened):
             return written

@@ -166,6 +166,7 @@ SCHEMAS = [
 CALL = (NAME, {"q": "Zq1"})
 ALL_TYPES = {"q": 'ü\n"1" Zq1', "on": True, "x": 0.5, "o": {"a": [1, None]}}
 ALONE = "a call"
+EMPTY = "a call without arguments"
 BESIDE = "a text beside a call"
 TWO = "two calls in a turn"
 # A turn of the assistant: the text before its calls, and the calls.
@@ -173,7 +174,7 @@ PROBES = {
     ALONE: ("", [CALL]),
     "a number": ("", [(NAME, {"n": 3})]),
     "arguments of all types": ("", [(NAME, ALL_TYPES)]),
-    "a call without arguments": ("", [("probe_now", {})]),
+    EMPTY: ("", [("probe_now", {})]),
     TWO: ("", [CALL, (NAME, {"q": "Zq2", "n": 2})]),
     BESIDE: ("Beside.", [CALL]),
 }
@@ -209,7 +210,7 @@ class CallFormat:
         self.closing = None
         if read:
             self.opening = _opening(self.turns)
-            self.closing = self._closing()
+            self.closing = self._closing() if ALONE in read else None
         else:
             tag = getattr(self.parser, "tool_call_start_token", None)
             self.opening = re.escape(tag) if tag else "(?!)"
@@ -256,13 +257,13 @@ class CallFormat:
         for turns in forms:
             for name, parser in self._parsers(names, turns):
                 read = [probe for probe in turns if _reads(parser, turns[probe], probe)]
-                if ALONE not in read:
+                if read == [EMPTY]:
                     read = []
                 if not best or len(read) > len(best[-1]):
                     best = name, parser, turns, read
                 if len(read) == len(turns):
                     return best
-            if best and best[-1]:
+            if best and ALONE in best[-1]:
                 return best
         need(
             best and (best[-1] or asked != "auto"),
@@ -327,7 +328,8 @@ class CallFormat:
             yield f"the template writes no calls: describe those of {self.name} in the prompt"
         if self.lost:
             yield f"--tool_parser {self.name} does not read {', '.join(self.lost)}"
-        for schema in schemas if self.turns else ():
+        is_tried = ALONE not in self.lost or len(self.lost) == len(self.turns)
+        for schema in schemas if self.turns and is_tried else ():
             name = schema["function"]["name"]
             turn = self.turns[ALONE].replace(NAME, name)
             _, calls = read_calls(self.parser, turn, [_schema(name, q="string")])
