@@ -1,10 +1,10 @@
 """What a model's chat template does: a chat as ids, and what new messages add to it.
 
-The template is never read, only used: on chats of the run, and before it on made-up ones. Each
-text that the assistant said, or that a made-up chat says, is replaced by a word of its own. So a
-word that is missing was left out, and what follows the last word ends the turn.
-`ChatTemplate.suffix` is what happens between two turns: the caller appends its ids to the prompt
-and the sampled ids, which are never encoded again."""
+The template is used on chats of the run, and before it on made-up ones. Each text that the
+assistant said, or that a made-up chat says, is replaced by a word of its own. So a word that is
+missing was left out, and what follows the last word ends the turn. `ChatTemplate.suffix` is what
+happens between two turns: the caller appends its ids to the prompt and the sampled ids, which are
+never encoded again."""
 
 import copy
 import functools
@@ -231,9 +231,8 @@ class ChatTemplate:
     tokenizer: with the variables of the template. think_tags: the tags around reasoning.
     stops: the ids that end a turn; the attribute has those of the template, too.
     answer_end, call_end: the ids with which it ends an answer and a turn with calls.
-    shows_calls: whether it writes tool_calls. If not, calls stay in the text.
-
-    Raises BadInput if the tokenizer has no chat template."""
+    shows_calls: whether it writes tool_calls. If not, calls stay in the text. Raises BadInput if
+    the tokenizer has no chat template."""
 
     def __init__(self, tokenizer, stops: Iterable[int] = (), think_tags: str = THINK_TAGS):
         if not tokenizer.chat_template:
@@ -393,8 +392,7 @@ class ChatTemplate:
         self.stops = {*stops, self.answer_end, self.call_end}
 
     def _special_after(self, *messages):
-        """Returns the special tokens between the first word of messages and the next; [] if the
-        template refuses them. The messages follow a user's."""
+        """Returns the special tokens after the first word of messages, which follow a user's."""
         chat = [USER, *messages]
         if self.problem(chat):
             return []
@@ -575,11 +573,10 @@ class ChatTemplate:
                 yield f"writes a message of role {message['role']!r} again at {name}"
 
     def check_prompt(self, prompt: list[dict], tools: list[dict] | None = None):
-        """Raises BadInput if the template does not show what each message of a prompt says.
-
-        Reasoning is not checked, because many templates drop it in earlier turns."""
+        """Raises BadInput if the template does not show what each message of a prompt says."""
         if not prompt:
             return
+        # Without reasoning, because many templates drop it in earlier turns.
         said = [message | {"reasoning_content": None} for message in prompt]
         problem = self.problem(said, tools)
         known = f"system developer user assistant tool {self.tokenizer.chat_template}"
