@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from datetime import datetime
 from itertools import chain, count
 from os.path import commonprefix
 
@@ -376,13 +377,13 @@ class ChatTemplate:
     def _learn_ends(self, stops):
         """Sets stops, answer_end and call_end.
 
-        A turn ends with the first special token after its words or, without one, with that of the
-        next message (GLM). Calls may have special tokens of their own. So a turn with calls ends
-        with a known token, or else with the first one that is not between two calls."""
-        ends = self._special_after(ANSWER) + self._special_after(ANSWER, USER)
-        if self.tokenizer.eos_token:
-            ends.append(self.tokenizer.eos_token_id)
-        self.answer_end = [*ends, *stops][0]
+        A turn ends with a known token, the first special token after its words or, without one,
+        that of the next message (GLM). Calls may have special tokens of their own, which are
+        between two calls, too."""
+        after = self._special_after(ANSWER)
+        known = [token for token in after if token in stops]
+        eos = {self.tokenizer.eos_token_id} - {None}
+        self.answer_end = [*known, *after, *self._special_after(ANSWER, USER), *eos, *stops][0]
         two_calls, *_ = _called(1, 2)
         between = self._special_after(two_calls)
         after = self._special_after(CALL) + self._special_after(CALL, RESULT)
@@ -423,21 +424,21 @@ class ChatTemplate:
         frame = self.before_answer.strip()
         if frame:
             text = text.rpartition(frame)[2]
-        return reasoning, text
+        return reasoning, text.removesuffix(self.after_answer)
 
     def _learn_frames(self):
-        """Sets what the template writes before and after a thought, and before an answer.
+        """Sets what the template writes around an answer, and after a thought.
 
-        In gpt-oss these begin "<|channel|>analysis", "<|end|><|start|>assistant" and
-        "<|channel|>final". channel: the first of these tokens, if special tokens enclose a thought
-        in place of think_tags, or empty. channelled: a pattern for such a thought."""
-        self.after_thought = self.before_answer = self.channel = ""
+        In gpt-oss "<|channel|>final<|message|>" and "<|end|><|start|>assistant" are two of them.
+        channel: the special token that begins a thought in place of think_tags, or "".
+        channelled: a pattern for such a thought."""
+        self.before_answer = self.after_answer = self.after_thought = self.channel = ""
         if self.problem([USER, ANSWER]):
             return
         only_beside_calls = self.hides_thought[False] and not self.hides_thought[True]  # Gemma 4
         thinking = CALL_AFTER_THOUGHT if only_beside_calls else THOUGHT
         thinking, answer = _in_words([thinking, ANSWER])
-        self.before_answer = WORD.split(self.turn_text(answer))[0]
+        self.before_answer, self.after_answer = WORD.split(self.turn_text(answer))
         before, after, *_ = [*WORD.split(self.turn_text(thinking)), ""]
         begin = self.texts.special_starts.findall(before)
         end = self.texts.special_starts.findall(after)
@@ -551,7 +552,8 @@ class ChatTemplate:
         if has_user:
             warnings += self._check_round(REPLY, ROUNDS[REPLY](1), prompt, tools)
         is_fixed = "strftime_now" in getattr(self.tokenizer.apply_chat_template, "keywords", {})
-        if not is_fixed and MARK in self.text(prompt, tools, strftime_now=lambda form: MARK):
+        past = self.text(prompt, tools, strftime_now=datetime(2001, 2, 3).strftime)
+        if not is_fixed and past != self.text(prompt, tools):
             warnings.append(
                 "writes today's date. So that runs can be repeated, fix it: "
                 """--chat_template_args '{"strftime_now": "26 Jul 2024"}'"""

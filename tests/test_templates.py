@@ -159,6 +159,17 @@ def test_an_end_that_is_written_between_turns_only(tokenizer):
     assert other.decode(ids) == f"<|im_start|>user\nWhat is 1+1?{ASSISTANT}"
 
 
+def test_an_answer_that_is_closed_before_its_end(tokenizer):
+    """Kimi K3 and Cohere: what closes it is no end of a turn, and no part of the answer."""
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens([AddedToken("<|close|>", special=True, normalized=False)])
+    said = "m.content + ('<|close|>' if m.role == 'assistant' else '')"
+    other.chat_template = CHAT.replace("SAID", f"({said})") + PROMPTS
+    template = chat_template(other)
+    assert template.stops == {other.eos_token_id}
+    assert template.read("2<|close|>", opened=False) == (None, "2")
+
+
 def test_a_call_that_a_stop_string_ended(tokenizer):
     """The policy wrote what ends a call. So the suffix begins with the stop token, or forks."""
     calls, result = A_CALL
@@ -404,7 +415,7 @@ def test_a_template_that_hides_a_message_is_refused(said, prompt, words, tokeniz
 SYSTEM_AGAIN = "m.content + (messages[0].content if m.role == 'user' and loop.last else '')"
 WARNED = {
     "a system prompt again": (SYSTEM_AGAIN, "writes a message of role 'system' again"),
-    "the time beside tools": ("m.content + (strftime_now('%H') if tools else '')", "today's date"),
+    "the time beside tools": ("m.content + (strftime_now('%Y') if tools else '')", "today's date"),
     "tools that are ignored": ("m.content + m.tool_calls | string", "ignores tools"),
     "thoughts": ("m.content.split('</think>')[-1] + m.tool_calls | string", ""),
 }
