@@ -438,7 +438,8 @@ class ChatTemplate:
         only_beside_calls = self.hides_thought[False] and not self.hides_thought[True]  # Gemma 4
         thinking = CALL_AFTER_THOUGHT if only_beside_calls else THOUGHT
         thinking, answer = _in_words([thinking, ANSWER])
-        self.before_answer, self.after_answer = WORD.split(self.turn_text(answer))
+        written = self.turn_text(answer).partition(answer["content"])
+        self.before_answer, _, self.after_answer = written
         before, after, *_ = [*WORD.split(self.turn_text(thinking)), ""]
         begin = self.texts.special_starts.findall(before)
         end = self.texts.special_starts.findall(after)
