@@ -378,8 +378,7 @@ class ChatTemplate:
         """Sets stops, answer_end and call_end.
 
         A turn ends with a known token, the first special token after its words or, without one,
-        that of the next message (GLM). Calls may have special tokens of their own, which are
-        between two calls, too."""
+        that of the next message (GLM). Between two calls are special tokens that end none."""
         after = self._special_after(ANSWER)
         known = [token for token in after if token in stops]
         eos = {self.tokenizer.eos_token_id} - {None}
@@ -421,17 +420,15 @@ class ChatTemplate:
             reasoning, text = split_reasoning(text, self.think_start, self.think_end, opened)
             if reasoning is not None:  # "\n\n", for example, is between thought and answer
                 text = text.removeprefix(self.after_thought.partition(self.think_end)[2])
-        frame = self.before_answer.strip()
-        if frame:
-            text = text.rpartition(frame)[2]
+        if self.before_answer.strip():
+            text = text.rpartition(self.before_answer.strip())[2]
         return reasoning, text.removesuffix(self.after_answer)
 
     def _learn_frames(self):
         """Sets what the template writes around an answer, and after a thought.
 
-        In gpt-oss "<|channel|>final<|message|>" and "<|end|><|start|>assistant" are two of them.
-        channel: the special token that begins a thought in place of think_tags, or "".
-        channelled: a pattern for such a thought."""
+        channel: the special token that begins a thought in place of think_tags, or "". channelled:
+        a pattern for such a thought, "<|channel|>analysis<|message|>(.*?)<|end|>" in gpt-oss."""
         self.before_answer = self.after_answer = self.after_thought = self.channel = ""
         if self.problem([USER, ANSWER]):
             return

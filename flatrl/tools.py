@@ -341,10 +341,8 @@ class CallFormat:
 
 
 def _opening(turns):
-    """Returns a pattern for the start of a call, in which NAMES stands for any tool's name.
-
-    That is the first tag of all calls or, in a format without tags, what stands before and after
-    a tool's name. turns: the probes."""
+    """Returns a pattern for the start of a call, in which NAMES stands for any tool's name: the
+    first tag of all probes or, without tags, what stands before and after a tool's name."""
     texts = [text.partition("probe_")[0] for probe, text in turns.items() if probe != BESIDE]
     opening = commonprefix(texts)
     tags = TAG.findall(opening)
@@ -379,9 +377,8 @@ def _reads(parser, turn, probe):
 class TemplateParser:
     """Reads calls whose arguments are JSON as the template writes them, like a parser of vLLM's.
 
-    A call is what precedes a name in the probes, the name, anything, and the arguments.
-
-    turns: the probes. Raises ValueError if arguments are not JSON."""
+    A call is what precedes a name in the probes, the name, anything, and the arguments. Raises
+    ValueError if these are not JSON in the probes, `turns`."""
 
     def __init__(self, turns: dict[str, str]):
         if '{"q": "Zq1"}' not in turns[ALONE]:
