@@ -76,7 +76,7 @@ def save(run, step: int):
     checkpoints.save_checkpoint(run)
 
 
-def test_a_checkpoint_brings_all_back_but_the_changed_rate(tmp_path, process_group):
+def test_a_resumed_run_learns_at_the_changed_rate(tmp_path, process_group):
     """... and the rewards of a step that failed: its prompt 1 is taken again."""
     saved = make_run(tmp_path, lr=0.1)
     Log(saved.args, None, 0)

@@ -16,9 +16,14 @@ from agent_loop import chat_template, render, visible_text
 from flatrl.rows import check_row
 
 
-def make_tokenizer(form: str, tokenizer) -> PreTrainedTokenizerFast:
-    """Returns Mistral's (SentencePiece: a space is ▁, one before the first word), or Qwen3's."""
-    if form == "mistral":
+def add(tokenizer, tokens, special=False) -> None:
+    tokenizer.add_tokens([AddedToken(x, special=special, normalized=False) for x in tokens])
+
+
+@pytest.fixture(scope="module", params=["qwen", "mistral"])
+def form(request, tokenizer):
+    """Mistral's tokenizer (SentencePiece: a space is ▁, one before the first word), or Qwen3's."""
+    if request.param == "mistral":
         bytes_ = [f"<0x{i:02X}>" for i in range(256)]
         letters = ["▁", "\n", *map(chr, range(33, 127)), *bytes_]
         vocabulary = {letter: i for i, letter in enumerate(letters)}
@@ -34,15 +39,6 @@ def make_tokenizer(form: str, tokenizer) -> PreTrainedTokenizerFast:
         add(tokenizer, ["<|fim_prefix|>"])
     add(tokenizer, ["Tools", "\n\n", ", call from ", "to_do", "[e~["])
     return tokenizer
-
-
-def add(tokenizer, tokens, special=False, normalized=False) -> None:
-    tokenizer.add_tokens([AddedToken(x, special=special, normalized=normalized) for x in tokens])
-
-
-@pytest.fixture(scope="module", params=["qwen", "mistral"])
-def form(request, tokenizer):
-    return make_tokenizer(request.param, tokenizer)
 
 
 def controls(tokenizer) -> list[str]:
