@@ -18,7 +18,7 @@ import functools
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -747,42 +747,60 @@ def micro_batches_of_this_rank(
 
 
 def pack(
-    input_ids: BL, lengths: Sequence[int], shared: Sequence[int]
-) -> tuple[dict[str, Tensor | int], BL]:
-    """Joins R right-padded sequences end to end, without what each shares with the one before.
+    input_ids: BL | list[Sequence[int]],
+    lengths: Sequence[int] | Tensor,
+    starts: list[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Joins R sequences, (R, L) right-padded or a list of them, end to end without padding.
 
-    lengths, shared: see `MicroBatch`. Returns the slots of each sequence's tokens, (R, L), in that
-    example 0 1 2, 0 1 3 4 and 5 6, after a model's inputs:
-        input_ids, position_ids   (1, P), of the tokens that sequences add
-        cu_seqlens     int32, the bounds of what each adds: 0, ..., P
-        max_seqlen     max(lengths)
-    And if anything is shared:
-        key_index      (K,) the slots of all tokens of each sequence, one after the other
-        cu_seqlens_k   int32, where these sequences begin and end"""
-    spans = [*zip(shared, lengths, strict=True)]
-    n_added = [end - start for start, end in spans]
-    added = torch.arange(sum(n_added)).split(n_added)
-    slots = []  # of the tokens of each sequence
+    lengths (R,): where each sequence ends.
+    starts: how many tokens to leave out at the start of each sequence; default: none.
+
+    Returns a tuple, with P = sum(lengths - starts):
+        input_ids      (1, P)
+        position_ids   (1, P) start .. length - 1 for each sequence
+        cu_seqlens     (R + 1,) int32, the bounds of the packed sequences: 0, ..., P
+        max_seqlen     max(lengths)"""
+    sequences = []
+    positions = []
+    cu_seqlens = [0]
+    starts = starts or [0] * len(lengths)
+    for row, start, length in zip(input_ids, starts, lengths, strict=True):
+        sequences.append(torch.as_tensor(row)[start:length])
+        positions.append(torch.arange(start, length))
+        cu_seqlens.append(cu_seqlens[-1] + len(sequences[-1]))
+    ids = torch.cat(sequences)
+    positions = torch.cat(positions).to(ids.device)
+    cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32).to(ids.device)
+    return ids[None], positions[None], cu_seqlens, int(max(lengths))
+
+
+def _pack_shared_prefixes(ids: BL, micro: MicroBatch) -> tuple[dict, BL]:
+    """Returns a model's packed inputs, and the slots of each row's tokens (`pack_rows`).
+
+    ids: of the rows. In the example of `MicroBatch` the slots are 0 1 2, 0 1 3 4 and 5 6."""
+    flat, position_ids, cu_seqlens, max_seqlen = pack(ids, micro.lengths, micro.shared)
+    inputs = {
+        "input_ids": flat,
+        "position_ids": position_ids,
+        "max_seqlen": max_seqlen,
+        "cu_seqlens": cu_seqlens.unique(),  # drops the empty sequence of a row that adds nothing
+    }
+
+    n_added = cu_seqlens.diff().tolist()
+    added = torch.arange(flat.shape[1]).split(n_added)
+    slots = []  # of the tokens of each row
     row_slots = torch.arange(0)
-    for n_shared, new_slots in zip(shared, added):
+    for n_shared, new_slots in zip(micro.shared, added):
         row_slots = torch.cat([row_slots[:n_shared], new_slots])
         slots.append(row_slots)
 
-    def bounds(sizes: Iterable[int]) -> Tensor:
-        return torch.tensor([0, *sizes]).cumsum(0).int()
-
-    ids = [row[start:end] for row, (start, end) in zip(input_ids, spans)]
-    inputs = {
-        "input_ids": torch.cat(ids)[None],
-        "position_ids": torch.cat([torch.arange(*span) for span in spans])[None],
-        "cu_seqlens": bounds(filter(None, n_added)),  # a sequence may add nothing
-        "max_seqlen": max(lengths),
-    }
-    if any(shared):
-        # The tokens that a sequence adds attend to keys and values of all its tokens.
+    if any(micro.shared):
+        # The tokens that a row adds attend to keys and values of all tokens of the row.
         attended = [row_slots for row_slots, n in zip(slots, n_added) if n]
+        n_attended = [0, *map(len, attended)]
         inputs["key_index"] = torch.cat(attended)
-        inputs["cu_seqlens_k"] = bounds(map(len, attended))
+        inputs["cu_seqlens_k"] = torch.tensor(n_attended).cumsum(0).int()
     return inputs, pad_sequence(slots, batch_first=True)
 
 
@@ -804,11 +822,16 @@ def pack_rows(
         source, targets, prediction, at, shape
                   which tokens are predicted, and from where: see `_predictions`
 
-    Packed inputs are those of `pack`. Otherwise the only input is input_ids (R, L), right-padded,
-    and slots are counted row by row in it. A causal model needs no attention mask."""
+    Packed inputs:
+        input_ids, position_ids, cu_seqlens, max_seqlen   from `pack`, of the tokens that rows add
+    And if anything is shared:
+        key_index      (K,) the slots of all tokens of each row, one row after the other
+        cu_seqlens_k   where these rows begin and end
+    Otherwise the only input is input_ids (R, L), right-padded, and slots are counted row by row
+    in it. A causal model needs no attention mask."""
     ids = batch["input_ids"][micro.rows]
     if is_packed:
-        inputs, slots = pack(ids, micro.lengths, micro.shared)
+        inputs, slots = _pack_shared_prefixes(ids, micro)
     else:
         ids = ids[:, : max(micro.lengths)]
         inputs = {"input_ids": ids}

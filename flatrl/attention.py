@@ -25,7 +25,7 @@ def packed_attention(
     """Computes causal attention within each packed sequence, for transformers' "packed".
 
     query (1, H, P, D); key, value (1, H_kv, P, D), H a multiple of H_kv. cu_seqlens to
-    key_index: from `data.pack`, passed on by the model's forward. sliding_window: the
+    key_index: from `pack` or `pack_rows`, passed on by the model's forward. sliding_window: the
     tokens that a token sees, itself included. softcap: of the scores. s_aux (H,): attention sinks.
 
     Returns (1, P, H, D), and None for the weights."""
