@@ -16,8 +16,6 @@ TYPES = {
 class Numbers(array):
     """Numbers in an array, which equals the list of them. Its slices and sums are lists."""
 
-    __slots__ = ()
-
     def __copy__(self, memo=None):
         return Numbers(self.typecode, self)
 

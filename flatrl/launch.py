@@ -51,8 +51,7 @@ def quiet_libraries():
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of loading and saving weights
-    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(level)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
     logging.getLogger("torch.distributed.checkpoint").setLevel("ERROR")
 
 

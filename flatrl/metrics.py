@@ -5,7 +5,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -48,7 +47,7 @@ class Clock:
         }
 
 
-def grouped(keys: Iterable, values: Iterable) -> dict[Any, list]:
+def grouped(keys: Iterable, values: Iterable) -> dict:
     """Returns the values of each key, in their order."""
     values_of_key = defaultdict(list)
     for key, value in zip(keys, values, strict=True):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from agent_loop import AgentLoopOutput, total_reward
 from flatrl.files import logged
-from flatrl.log import Listener, Log
+from flatrl.log import Listener
 
 NO_GRADIENT = "its gradient is 0: clip or --rollout_correction left no token, or there was no hint"
 
@@ -15,9 +15,7 @@ NO_GRADIENT = "its gradient is 0: clip or --rollout_correction left no token, or
 class Notices(Listener):
     """The messages of one run."""
 
-    def __init__(self, log: Log):
-        super().__init__(log)
-        self.is_learning = True  # whether the last step taught something; the first is expected to
+    is_learning = True  # whether the last step taught something; the first is expected to
 
     def start(self, rows, rows_read, policy, device, task):
         """Prints the rows, the model and the plan."""

@@ -10,7 +10,6 @@ import base64
 import functools
 import io
 import re
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -113,7 +112,7 @@ class Routers:
             router.given = routes[:, min(number, routes.shape[1] - 1)]
 
 
-def _replay(router: nn.Module, forward: Callable, hidden_states: Tensor):
+def _replay(router: nn.Module, forward, hidden_states: Tensor):
     """Calls the router's forward, whose choice is that in router.given."""
     with _GivenExperts(router.given, router.num_experts):
         return forward(hidden_states)

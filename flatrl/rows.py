@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import warnings
-from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, is_dataclass
@@ -30,10 +29,9 @@ MESSAGES = re.compile(
 def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "images") -> dict:
     """Returns a checked copy of a row: "prompt" is a list of messages, "images" one of images.
 
-    prompt_key, image_key: see `data.load_rows`. number: the row's index, if it has none.
-    name: what messages call the row. Raises BadInput.
-
-    Prompt, demonstration and the columns of OBJECTS may be JSON texts, as in csv files."""
+    prompt_key, image_key: see `data.load_rows`. number: the row's index, if it has none. name: what
+    messages call the row. Raises BadInput. As in csv files, prompt, demonstration and the columns
+    of OBJECTS may be JSON texts."""
     need(
         isinstance(row, dict) and prompt_key in row,
         f"{name} has no column {prompt_key!r}: give --prompt_key, or files of your own for both, "
@@ -42,10 +40,9 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
     taken = RESERVED_COLUMNS & row.keys()
     need(not taken, f"{name}: agent loops have other arguments named {taken}: rename these columns")
     row = _read_objects(row, name)
-    extra_info = {}
     if row.get("extra_info"):
-        extra_info = row["extra_info"] = _read_objects(row["extra_info"], name)
-    known = row.get("index"), extra_info.get("index"), number
+        row["extra_info"] = _read_objects(row["extra_info"], name)
+    known = row.get("index"), (row.get("extra_info") or {}).get("index"), number
     row["index"] = next(index for index in known if index is not None)
 
     row["prompt"] = _chat(row, prompt_key, "user", name)
@@ -233,7 +230,7 @@ def as_text(value) -> str:
             return f"dict({', '.join(sorted(items))})"
         case set() | frozenset():
             return f"set({', '.join(sorted(map(as_text, value)))})"
-        case list() | tuple() | deque():
+        case list() | tuple():
             return f"[{', '.join(map(as_text, value))}]"
         case bytes():
             return hashlib.sha256(value).hexdigest()

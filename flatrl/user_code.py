@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from flatrl.processes import use_gpu_of_rank
 from flatrl.shared_state import lock_tokenizers
@@ -25,7 +24,7 @@ class CallTimeoutError(TimeoutError):
     """User code took longer than its deadline."""
 
 
-async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
+async def in_time(name: str, seconds: float, coroutine: Awaitable):
     """Awaits user code, and cancels it after `seconds`, with CallTimeoutError; 0: no deadline.
 
     What would end more than this call (sys.exit, a cancellation of its own) is a RuntimeError."""
@@ -50,7 +49,7 @@ async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
         raise RuntimeError(repr(error)) from error
 
 
-async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
+async def in_thread(function: Callable, /, *args, **kwargs):
     """Runs a plain function in a thread. What a future can't raise becomes RuntimeError."""
     lock_tokenizers()
 
@@ -63,7 +62,7 @@ async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
     return await asyncio.get_running_loop().run_in_executor(THREADS, run)
 
 
-async def call(function: Callable, /, *args, **kwargs) -> Any:
+async def call(function: Callable, /, *args, **kwargs):
     """Awaits an async function, or runs a plain one `in_thread`."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
