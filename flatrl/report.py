@@ -8,6 +8,7 @@ metrics.jsonl, and whole groups of outputs from some of the files in rollouts/. 
 the page: its script turns the data, one JSON element, into text nodes, never into HTML."""
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -160,10 +161,8 @@ def load_tokenizer(folder: Path):
 
     model = json.loads((folder / "args.json").read_text(encoding="utf-8"))["args"]["model"]
     for source in (folder / "final", model):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             return AutoTokenizer.from_pretrained(source, local_files_only=True)
-        except (OSError, ValueError):
-            continue
     return None
 
 

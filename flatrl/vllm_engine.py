@@ -155,7 +155,6 @@ def check_model(args, device: torch.device):
 
 def prepare_vllm(device, tp):
     """Sets the environment, and patches vLLM, before an engine is built."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: we step it ourselves
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")

@@ -37,10 +37,8 @@ class Watch(Listener):
         if row.get("actor/entropy", 1.0) < MIN_ENTROPY:
             problems["entropy"] = "the entropy is nearly 0: rollouts of a prompt will be equal"
         if len(self.kls) == FAR_STEPS and min(self.kls) > MAX_ROLLOUT_KL:
-            problems["rollout/kl"] = (
-                f"rollout/kl is {self.kls[-1]:.2g} a token, and has been above {MAX_ROLLOUT_KL} "
-                f"for {FAR_STEPS} steps: the policy may collapse"
-            )
+            so_far = f"has been above {MAX_ROLLOUT_KL} for {FAR_STEPS} steps"
+            problems["rollout/kl"] = f"rollout/kl is {self.kls[-1]:.2g} a token, and {so_far}"
         return problems
 
     def of_outputs(self, outputs: list) -> dict[str, str]:
@@ -49,9 +47,8 @@ class Watch(Listener):
         best = max(map(total_reward, outputs))
         cut_off = [output.truncated for output in outputs if total_reward(output) == best]
         if best > 0 and sum(cut_off) > len(cut_off) / 2:
-            problems["truncated"] = (
-                f"{sum(cut_off)} of the {len(cut_off)} best-paid answers were cut off by a limit"
-            )
+            answers = f"{sum(cut_off)} of the {len(cut_off)} best-paid answers"
+            problems["truncated"] = f"{answers} were cut off by a limit"
 
         n_unparsed = 0
         totals = Counter()
@@ -60,10 +57,8 @@ class Watch(Listener):
             n_unparsed += has_mark and output.metrics.get("tool_calls") == 0
             totals.update(numeric_entries(output.metrics))
         if n_unparsed > len(outputs) / 2:
-            problems["parser"] = (
-                f"{n_unparsed} answers look like tool calls, and none was parsed in them: is "
-                f"--tool_parser {self.log.args.tool_parser} the model's?"
-            )
+            answers = f"{n_unparsed} answers look like tool calls, and none was parsed in them"
+            problems["parser"] = f"{answers}: is --tool_parser {self.log.args.tool_parser} right?"
 
         for name, n_raised in totals.items():
             kind, _, tool = name.partition("/")
