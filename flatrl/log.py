@@ -29,10 +29,7 @@ class Listener:
         self.log = log
 
     def start(self, rows: dict, rows_read: dict, policy, device, task):
-        """Called before the engine starts.
-
-        rows: by split, "train" and "val"; rows_read: the same with overlong ones; policy: the
-        network; device: where it will be; task: the module."""
+        """Called before the engine starts. rows_read: by split as rows, but with overlong ones."""
 
     def metrics(self, row: dict, rollouts=None, batch=None):
         """Called after each step, with rollouts and batch if it trained, and a first evaluation."""
@@ -119,9 +116,8 @@ class Log:
     def rollouts(self, name: str, outputs: list[AgentLoopOutput], errors: list[dict], batch=None):
         """Starts to write rollouts/<name>.jsonl, on a thread that works beside the update.
 
-        It has a line for each output of the groups that --dump_rollouts keeps, and one for each
-        failure. Of images only the number is written. batch: that of the step; its outputs get
-        their advantages: a number if all sampled tokens have the same, else a list."""
+        It has a line for each failure, and each output of the groups that --dump_rollouts keeps,
+        with the number of its images. batch: that of the step, for the outputs' advantages."""
         advantages = {}  # by id: an output has no key of its own
         if batch:
             advantages = dict(zip(map(id, batch.outputs), batch["advantages"].tolist()))

@@ -124,10 +124,8 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
     """Returns the metrics of an evaluation. eval/trajectories counts the rollouts with a reward.
 
     units: data.by_unit of the outputs; rows: the validation rows.
-        eval/reward_stderr   the standard error of the mean over rows (rollouts of one row are
-                             not independent)
-        eval/pass@j          the probability that at least one of j units of a group passes
-                             (outcome >= 1), the mean over groups of at least j units"""
+        eval/reward_stderr   the standard error of the mean over rows, each with its rollouts' mean
+        eval/pass@j          the mean probability that one of j units of a group has outcome >= 1"""
     statistics = describe(outputs, units)
     result = {"eval/trajectories": int(statistics["rollout/trajectories"])}
     for name in ("reward", "response_length", "num_turns"):

@@ -24,9 +24,8 @@ from flatrl.shared_state import EXIT, RUNS
 # How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
 STOPPING = (
-    b"\nstopping: the run saves, then ends. A launcher kills it after "
-    b"TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds, by default 30. An update is dropped after half of "
-    b"these, or at the next Ctrl-C\n"
+    b"\nstopping: the run saves, then ends. An update is dropped at the next Ctrl-C, or after half "
+    b"of the seconds in which a launcher kills a run (TORCH_ELASTIC_SHUTDOWN_TIMEOUT: 30)\n"
 )
 STOP = "stop"  # the key under which the ranks' store counts those that were asked to stop
 # How many seconds an update has after a signal: half of those that a launcher allows.

@@ -3,9 +3,8 @@
     python -m flatrl.report runs/calculator   # writes runs/calculator/report.html again
     python -m flatrl.report runs/a runs/b     # several runs on one page: ./report.html
 
-A run writes its page after each evaluation and at its end. The page holds every number of
-metrics.jsonl, and whole groups of outputs from some of the files in rollouts/. page.html is
-the page: its script turns the data, one JSON element, into text nodes, never into HTML."""
+A run writes it after each evaluation and at its end. The script of page.html turns the data, one
+JSON element, into text nodes, never into HTML."""
 
 import argparse
 import contextlib

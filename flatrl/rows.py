@@ -103,9 +103,7 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args):
 
     The chat template is tried with the task's tools and users (`ChatTemplate.check`). The
     prompt's tokens, decoded, must be its text again, except for spaces and the form of accents,
-    which some tokenizers normalise.
-
-    templates: the tokenizer with the variables of --chat_template_args. args: LoopArgs."""
+    which some tokenizers normalise. templates: the tokenizer with --chat_template_args."""
     template = chat_template(templates, think_tags=args.think_tags)
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)

@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flatrl.bad_input import need, refusing
+from flatrl.bad_input import need, refusing, text_of
 from flatrl.models import HEAD
 
-# Keys that the flags with a JSON object may not have: those that are a flag or an agent loop's, or
-# on which colocation and exact logprobs depend. Sleep would lose a draft model.
+# Keys that flags with a JSON object may not have. Sleep, for example, would lose a draft model.
 FIXED_ARGUMENTS = {
     "engine_args": [
         "distributed_executor_backend",
@@ -52,8 +51,7 @@ ENVIRONMENT = {
 def check_arguments(name: str, arguments: dict, our_flags: Collection[str]):
     """Raises BadInput if the flag `name`, a JSON object, has a key that can't be set there.
 
-    our_flags: the names of all flags, none of which may be a key of --engine_args. Warns of
-    sampling parameters that change the distribution in training."""
+    our_flags: no keys of --engine_args. Warns of --sampling_args that change the distribution."""
     fixed = set(FIXED_ARGUMENTS.get(name, ()))
     if name == "engine_args":
         fixed.update(our_flags)
@@ -188,9 +186,8 @@ def _patch_cpu_build():
     import vllm.v1.sample.sampler as sampler
     from vllm.model_executor.layers import activation, utils
 
-    # Qwen3.5's module imports torchvision, which install.sh leaves out, by way of a module of image
-    # processors. Its twin without torchvision has the names that text models need. vLLM would
-    # import the model in a process of its own, because of CUDA.
+    # Qwen3.5's module imports torchvision, which install.sh leaves out, by a module whose twin does
+    # without. vLLM would import the model in a process of its own, because of CUDA.
     if not importlib.util.find_spec("torchvision"):
         from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as twin
 
@@ -263,8 +260,7 @@ def load_into(model, named_tensors, config):
     try:
         model.load_weights(arrivals.one_by_one(named_tensors))
     except Exception as error:  # vLLM's are bare assertions, among others
-        problem = str(error) or repr(error)
-        raise RuntimeError(f"weight sync failed at {arrivals.current}: {problem}") from error
+        raise RuntimeError(f"weight sync failed at {arrivals.current}: {text_of(error)}") from error
     layerwise.finalize_layerwise_reload(model, config)
     # vLLM copied these without a loader, and its reload has lost them: once more.
     for pair in arrivals.not_loaded.items():

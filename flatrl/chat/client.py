@@ -26,9 +26,7 @@ class ChatClient:
 
     A call whose messages extend those of an earlier call, including its reply, continues that
     token sequence. Any other call starts a sequence of its own, so rewritten histories and
-    sub-agents become several outputs.
-
-    Calls raise OutOfBudget when the rollout's tokens or turns are used up."""
+    sub-agents become several outputs. Without tokens or turns left, calls raise OutOfBudget."""
 
     def __init__(self, loop, sampling_params, row_images=()):
         self.loop = loop

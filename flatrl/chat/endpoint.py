@@ -8,9 +8,7 @@ Every rollout has its own base_url and key, which Anthropic's client takes as we
 anthropic_api.py list what they may hold. The agent, or whoever reads the key, may also post its
 reward before it returns; one that `agent` returns counts more:
 
-    POST {base_url}/reward   {"reward": 1.0}
-
-The server binds to 127.0.0.1 at a free port."""
+    POST {base_url}/reward   {"reward": 1.0}"""
 
 import asyncio
 import functools
@@ -49,7 +47,7 @@ if _hosts != "*":
 
 
 class ChatEndpoint:
-    """The run's server, on the event loop of the agent loops; the first rollout starts it."""
+    """The run's server on 127.0.0.1, in the agents' event loop; the first rollout starts it."""
 
     def __init__(self):
         self.clients: dict[str, tuple[ChatClient, str]] = {}  # a rollout's name -> client, key
