@@ -7,6 +7,7 @@ import dataclasses
 import json
 import random
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,16 +84,10 @@ def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(engine, 
     assert not engine.core.has_unfinished_requests()
 
 
-class Task:
+def task_of(**attributes) -> SimpleNamespace:
     """gates: {prompt: whether its trajectories may begin their second turn}."""
-
-    def __init__(self):
-        self.gates = {}
-        self.created = []
-        self.released = []
-
-    def reward(self, output, row) -> float:
-        return row["index"]
+    own = {"gates": {}, "created": [], "released": [], "reward": lambda output, row: row["index"]}
+    return SimpleNamespace(**own | attributes)
 
 
 @register("test_gated")
@@ -126,9 +121,9 @@ class Run:
     """A pool with its engine and agent loops. The engine waits for all that are not at a gate:
     no step is left to chance."""
 
-    def __init__(self, models, run, task: Task):
+    def __init__(self, models, run):
         self.run = run
-        self.task = task
+        self.task = run.task
         self.models = models
         self.engine = run.engine
         self.engine.args.deterministic = True
@@ -161,7 +156,7 @@ def make_run(engine, background, tokenizer, args, models):
     """Makes Runs, and gives up at the end what they have under way."""
     runs = []
 
-    def make(task: Task, max_staleness=1, **flags) -> Run:
+    def make(task, max_staleness=1, **flags) -> Run:
         flags = {
             "agent": "test_gated",
             "num_steps": 20,
@@ -171,7 +166,7 @@ def make_run(engine, background, tokenizer, args, models):
             "oversample": 1.0 + max_staleness,
         } | flags
         run = stage(engine, background, task, tokenizer, dataclasses.replace(args, **flags))
-        runs.append(Run(models, run, task))
+        runs.append(Run(models, run))
         return runs[-1]
 
     yield make
@@ -196,7 +191,7 @@ def versions(rollouts: Rollouts) -> list[tuple[int, int]]:
 
 
 def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(make_run, models):
-    task = Task()
+    task = task_of()
     run = make_run(task)
     # Capacity is (1 + 1) * 2: prompts 0 to 3. 0 is waited for, although 1 and 2 are done.
     task.gates[0] = lambda: run.pool.store.add("ended", 0) == 2
@@ -225,8 +220,7 @@ def test_groups_without_signal_are_replaced_by_the_next_prompts(make_run):
             raise RuntimeError("a survivor alone gives no signal")
         return float(prompt not in silent and sample)
 
-    task = Task()
-    task.reward = reward
+    task = task_of(reward=reward)
     run = make_run(task, max_staleness=0, prompts_per_step=4, max_gen_batches=3)
     rollouts = run.step(0)
     assert prompts(rollouts) == [0, 3, 5, 6]
@@ -242,7 +236,7 @@ def test_groups_without_signal_are_replaced_by_the_next_prompts(make_run):
 
 
 def test_what_is_under_way_settles_for_an_evaluation(make_run):
-    task = Task()
+    task = task_of()
     run = make_run(task)
     task.gates[2] = task.gates[3] = lambda: run.engine.version == 1
     assert prompts(run.step(0)) == [0, 1]
@@ -273,9 +267,7 @@ def test_rows_are_the_samplers_and_rewards_reach_it(make_run, staleness):
         history.clear()  # it is a copy
         return row
 
-    task = Task()
-    task.sampler = sampler
-    run = make_run(task, max_staleness=staleness)
+    run = make_run(task_of(sampler=sampler), max_staleness=staleness)
     vars(run.run).update(history=[], clock=Clock(), done=0)
     rows = []
     for step in range(4):

@@ -97,9 +97,7 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(
     n_tokens = 0
     for micro in micros:
         packed = policy.pack(batch, micro)
-        n_of_micro = packed["inputs"]["input_ids"].numel()
-        assert n_of_micro <= 120
-        n_tokens += n_of_micro
+        n_tokens += packed["inputs"]["input_ids"].numel()
         found = policy(packed)["logprobs"]
         torch.testing.assert_close(found, logprobs[micro.rows], rtol=1e-5, atol=2e-5)
         (found * batch["weights"][micro.rows]).sum().backward()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import REPO, TINY, metrics_of, output_of, rollouts_of
+from conftest import TINY, metrics_of, output_of, rollouts_of
 from safetensors.torch import load_file
 
 from agent_loop import BadInput
@@ -16,9 +16,7 @@ close = torch.testing.assert_close
 
 # tiny_task with a method for each door; two of four prompts of a step have a demonstration. The
 # second step's loss is once not a number.
-EVERY_DOOR = f"""
-import sys
-sys.path.insert(0, {str(REPO / "tests")!r})
+EVERY_DOOR = """
 import json
 import torch
 from tiny_task import *
@@ -51,7 +49,7 @@ def every(logprobs, logprobs_old, ratio, advantages, batch_stats, step, state):
         once.unlink()
         loss = loss * float("nan")
     calls = torch.full_like(loss, state["calls"])
-    return loss, {{"chosen": batch_stats["chosen"], "calls": calls}}
+    return loss, {"chosen": batch_stats["chosen"], "calls": calls}
 """
 
 

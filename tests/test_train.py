@@ -84,9 +84,8 @@ def test_a_run_and_its_replay_without_an_engine(train_here, tiny_model, tmp_path
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-SAMPLED = f"""
-import json, random, sys
-sys.path.insert(0, {str(REPO / "tests")!r})
+SAMPLED = """
+import json, random
 from examples.methods import muon as optimizer
 from losses import estimator, gae
 from tiny_task import *
@@ -115,7 +114,7 @@ def test_a_sharded_run_in_bfloat16_resumes_to_the_last_digit(tmp_path, tiny_mode
         *["--adv_estimator", "growing", "--whiten_advantages", "false"],
     ]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    ranks = {"by": "torchrun", "TINY_TASK_REWARD": "any"}
+    ranks = {"by": "torchrun", "TINY_TASK_REWARD": "any", "PYTHONPATH": REPO / "tests"}
     run(*flags, "--output_dir", whole, **ranks)
 
     # As if it had been killed at the end of the third step.
