@@ -13,15 +13,13 @@ import pytest
 import torch
 from conftest import HANGS, TINY, lines, metrics_of, output_of, rollouts_of, started, wait_for
 from conftest import make_run as stage
-from test_algos import output as output_with
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
 
 import data
 import train
 from agent_loop import AgentLoopBase, register
-from flatrl.metrics import Clock, batch_metrics
+from flatrl.metrics import Clock
 from rollout import Rollouts, rollout, training_pool, wait_for_rewards
-from train import Args
 
 
 @pytest.fixture(scope="module")
@@ -285,23 +283,6 @@ def test_rows_are_the_samplers_and_rewards_reach_it(make_run, staleness):
     ahead = 2 * staleness  # prompts a step, drawn so many steps before they are needed
     assert [rewards for _, _, *rewards in history[:8]] == [[row, row] for row, *_ in history[:8]]
     assert len(history) == 8 + ahead and told[2 + ahead][:2] == history[:2]
-
-
-def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
-    outputs = [output_with(4, 0, "1101", 1.0), output_with(7, 0, "1001", 1.0)]
-    outputs[0].response_versions = [3, 3, -1, 5]
-    outputs[1].response_versions = [4, -1, -1, 4]
-    batch = data.make_batch(outputs)
-    # 9 where nothing was sampled: it must count nowhere.
-    off = [[0.5, 0.5, 9.0, 0.25], [-1.0, 9.0, 9.0, 1.0]]
-    batch["logprobs_old"] = batch["logprobs_rollout"] + torch.tensor(off)
-    metrics = batch_metrics(batch, 5, Args(max_staleness=2, rollout_correction="icepop"))
-    assert metrics["rollout/logp_diff_max"] == metrics["rollout/logp_diff_mean"] == 0.25
-    assert metrics["rollout/staleness_mean"] == pytest.approx((2 + 1) / 2)
-    assert metrics["rollout/staleness_max"] == 2
-    ratios = torch.tensor([0.5, 0.5, 0.25, -1.0, 1.0]).exp()
-    assert metrics["rollout/ratio"] == pytest.approx(ratios.mean().item())
-    assert metrics["rollout/dropped"] == 0  # down to 0 and up to 5 are kept
 
 
 def test_a_team_is_killed_and_two_engines_resume_until_they_are_interrupted(

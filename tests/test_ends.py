@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import HANGS, REPO, TINY, NeverAsked
+from conftest import HANGS, KEPT, REPO, TINY, NeverAsked
 
 import train
 from flatrl import processes, shared_state
@@ -127,15 +127,21 @@ def test_a_stop_drops_an_update_only_before_its_first_optimiser_step(
     train_here, tmp_path, monkeypatch
 ):
     """Each step has two. Time is over in the second one of the second step."""
-    begun = []
+    begun = []  # the weights before each
     optimise = train.optimise
-    monkeypatch.setattr(train, "optimise", lambda *a, **k: begun.append(1) or optimise(*a, **k))
+
+    def noted(learner, *args):
+        begun.append([p.clone() for p in learner.net.parameters()])
+        return optimise(learner, *args)
+
+    monkeypatch.setattr(train, "optimise", noted)
     monkeypatch.setattr(NeverAsked, "is_out_of_time", property(lambda self: len(begun) >= 4))
     with pytest.raises(processes.Stopped):
         train_here(*TINY, "--epochs", "2", "--save_every", "0", "--output_dir", tmp_path / "run")
     [saved] = (tmp_path / "run/checkpoints").glob("*/step.json")
     about = json.loads(saved.read_text())
     assert (about["step"], about["updates"], len(begun)) == (2, {"policy": 4}, 5)
+    assert all(map(torch.equal, KEPT[-1].policy.net.parameters(), begun[-1]))
 
 
 # ---------------------------------------------------------------- what user code can't do to a run

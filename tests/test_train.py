@@ -314,13 +314,16 @@ def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_mode
     (0.11, {"sampling_args": '{"top_p": 0.9}'}, "warns"),  # another distribution, as was asked for
 ])  # fmt: skip
 def test_engine_and_trainer_agree_or_the_run_stops(difference, flags, ends, tokenizer, monkeypatch):
-    """... and names the token. One of three was sampled by older weights, which may differ."""
-    args = Args(**{"dtype": "float32"} | flags)
-    output = output_of([1, 1, 1], ids=[5, 6, 7])
-    output.response_versions = [6, 7, 7]
+    """... and names the token. One was sampled by older weights, which may differ, one was not."""
+    args = Args(**{"dtype": "float32", "max_staleness": 2} | flags)
+    output = output_of([1, 0, 1, 1], ids=[5, 8, 6, 7])
+    output.response_versions = [5, -1, 7, 7]
     batch = data.make_batch([output])
-    batch["logprobs_old"] = batch["logprobs_rollout"] + torch.tensor([9, 0, 2 * difference])
-    found = batch_metrics(batch, 7, args)["rollout/logp_diff_mean"]
+    batch["logprobs_old"] = batch["logprobs_rollout"] + torch.tensor([9, 9, 0, 2 * difference])
+    metrics = batch_metrics(batch, 7, args)
+    assert metrics["rollout/staleness_mean"] == metrics["rollout/staleness_max"] == 2
+    found = metrics["rollout/logp_diff_mean"]
+    assert found == pytest.approx(difference, rel=1e-3, nan_ok=True)
     closed, warned = [], []
     monkeypatch.setattr(train, "close", closed.append)
     log = types.SimpleNamespace(warn=warned.append)
@@ -328,7 +331,7 @@ def test_engine_and_trainer_agree_or_the_run_stops(difference, flags, ends, toke
         args=args, log=log, engine=object(), tokenizer=tokenizer, mismatch_is_known=False
     )
     if ends == "stops":
-        said = f"prompt 0, sample 0, position 2 of the response, '{tokenizer.decode(7)}'"
+        said = f"prompt 0, sample 0, position 3 of the response, '{tokenizer.decode(7)}'"
         with pytest.raises(BadInput, match=said):
             train.check_agreement(run, batch, 7, found)
         assert closed == [run]
