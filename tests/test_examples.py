@@ -22,29 +22,6 @@ from train import Policy
 EXAMPLES = "calculator hints gsm8k gsm8k_user retool mcp_tools langgraph_math maze".split()
 
 
-class Recorder:
-    """An engine that numbers its calls, and writes down what it said in each."""
-
-    def __init__(self, engine):
-        self.engine = engine
-        self.said = {}
-        self.request_ids = set()
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    async def generate(self, *, sampling_params, **request):
-        short = sampling_params | {"max_tokens": min(sampling_params["max_tokens"], 12)}
-        out = await self.engine.generate(sampling_params=short, **request)
-        out.stop_reason = "stop"  # a short turn of a random model, which never ends one by itself
-        assert out.prompt_ids == request["prompt_ids"]  # the engine's own record of them
-        n = len(self.said) + 1
-        out.versions = [n] * len(out.token_ids)
-        self.said[n] = out
-        self.request_ids.add(request["request_id"])
-        return out
-
-
 @pytest.fixture(scope="module")
 def wide_engine(args, tiny_model, tokenizer, process_group):
     lengths = dict(max_prompt_tokens=512, max_model_len=1024, max_response_tokens=512)
@@ -69,17 +46,33 @@ def test_example(name, wide_engine, background, tokenizer, tiny_model, monkeypat
         call = {"name": schemas[0]["function"]["name"], "arguments": {}, "error": None}
         return "", [call] if schemas else []
 
+    generate = engine.generate
+    said = {}
+    request_ids = set()
+
+    async def recorded(*, sampling_params, **request):
+        """Numbers the calls, and writes down what the engine says in each."""
+        short = sampling_params | {"max_tokens": min(sampling_params["max_tokens"], 12)}
+        out = await generate(sampling_params=short, **request)
+        out.stop_reason = "stop"  # a short turn of a random model, which never ends one by itself
+        assert out.prompt_ids == request["prompt_ids"]  # the engine's own record of them
+        n = len(said) + 1
+        out.versions = [n] * len(out.token_ids)
+        said[n] = out
+        request_ids.add(request["request_id"])
+        return out
+
+    monkeypatch.setattr(engine, "generate", recorded)
     for module in (agent_loop, chat_client):
         monkeypatch.setattr(module, "parse_tool_calls", calls_something)
     wake(engine, hf_model(tiny_model), 0)
-    recorder = Recorder(engine)
-    run = make_run(recorder, background, task, tokenizer, args)
+    run = make_run(engine, background, task, tokenizer, args)
     rollouts = rollout(run, rows, 0, 2, {"temperature": 1.0})
     engine.sleep()
     assert not rollouts.errors, rollouts.errors[0]["error"]
-    assert len(recorder.request_ids) == 6
-    assert len(recorder.said) >= 12
-    assert_exact(rollouts.outputs, recorder.said)
+    assert len(request_ids) == 6
+    assert len(said) >= 12
+    assert_exact(rollouts.outputs, said)
 
 
 # ---------------------------------------------------------------- minimal_loop.py

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import conftest
 import pytest
 import torch
+from test_agent_loop import user
 from test_rollout import hf_logprobs, hf_model
 
 import data
@@ -18,9 +19,8 @@ from rollout import Rollouts
 from train import Args
 
 SYSTEM = {"role": "system", "content": "Add."}
-USER = {"role": "user", "content": "1+1?"}
-ROW = {"prompt": [SYSTEM, USER], "hint": "It is 2.", "validate": False}
-TOLD = [SYSTEM, {"role": "user", "content": "1+1?\n\nIt is 2."}]
+ROW = {"prompt": [SYSTEM, user("1+1?")], "hint": "It is 2.", "validate": False}
+TOLD = [SYSTEM, user("1+1?\n\nIt is 2.")]
 
 
 def output_of(prompt_ids: list[int], **names) -> AgentLoopOutput:
@@ -30,7 +30,7 @@ def output_of(prompt_ids: list[int], **names) -> AgentLoopOutput:
 
 def test_the_hint_follows_a_prompt_in_parts():
     parts = [{"type": "image"}, {"type": "text", "text": "1+1?"}]
-    told = told_prompt({"prompt": [{"role": "user", "content": parts}], "hint": "2"})
+    told = told_prompt({"prompt": [user(parts)], "hint": "2"})
     assert told[0]["content"] == [*parts, {"type": "text", "text": "\n\n2"}]
 
 
