@@ -139,13 +139,15 @@ def suffix_or_fork(template, history, new):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_ends_of_turns(name, tokenizer):
-    """Also without a generation_config.json, but for a base model whose EOS ends no turn."""
+def test_the_ends_of_turns(name, tokenizer, tmp_path):
+    """Known without a generation_config.json; they are stop tokens, besides the EOS."""
     of = FAMILIES[name]
-    template = chat_template(chat_templates.tokenizer_for(name, tokenizer))
-    assert template.tokenizer.decode([template.answer_end]) == of.answer_end
-    if template.shows_calls:
-        assert template.tokenizer.decode([template.call_end]) == of.call_end
+    other = chat_templates.tokenizer_for(name, tokenizer)
+    template = chat_template(other)
+    ends = [other.decode([template.answer_end]), other.decode([template.call_end])]
+    assert ends == [of.answer_end, of.call_end if template.shows_calls else of.answer_end]
+    ids = stop_token_ids(SimpleNamespace(model=str(tmp_path)), other)
+    assert {other.decode([token]) for token in ids} == {of.eos, *ends}
 
 
 def test_an_end_that_is_written_between_turns_only(tokenizer):
@@ -297,18 +299,6 @@ def test_a_fork_without_room_for_a_reply_ends_the_rollout(qwen3):
         outputs, engine = play(qwen3, task, quiz_row(), [], words, ("x", "stop"), **flags)
         assert len(outputs) == len(engine.prompts) == n
         assert outputs[-1].stop_reason == ("length" if n == 1 else "stop")
-
-
-@pytest.mark.parametrize("name, stops", [
-    ("chatml-base", "<|endoftext|> <|im_end|>"),
-    ("glm4", "<|endoftext|> <|user|> <|observation|>"),
-])  # fmt: skip
-def test_the_end_of_a_turn_is_a_stop_token(name, stops, tokenizer, tmp_path):
-    """A base model's EOS does not end a turn in its template; GLM's turns end at the next one."""
-    other = chat_templates.tokenizer_for(name, tokenizer)
-    args = SimpleNamespace(model=str(tmp_path), chat_template_args="{}")
-    ids = stop_token_ids(args, other)
-    assert {other.decode([token]) for token in ids} == set(stops.split())
 
 
 # ---------------------------------------------------------------- reasoning
