@@ -146,7 +146,8 @@ def test_the_ends_of_turns(name, tokenizer, tmp_path):
     template = chat_template(other)
     ends = [other.decode([template.answer_end]), other.decode([template.call_end])]
     assert ends == [of.answer_end, of.call_end if template.shows_calls else of.answer_end]
-    ids = stop_token_ids(SimpleNamespace(model=str(tmp_path)), other)
+    args = SimpleNamespace(model=str(tmp_path), chat_template_args="{}")
+    ids = stop_token_ids(args, other)
     assert {other.decode([token]) for token in ids} == {of.eos, *ends}
 
 
