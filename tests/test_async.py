@@ -42,21 +42,17 @@ def check_versions(models: list, output) -> None:
             assert (logprobs - expected)[is_others].abs().max() > 0.01
 
 
-@pytest.fixture
-def ask(engine, background):
-    """Calls `generate` for n tokens, and waits until the call is in the inbox."""
-
+def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(
+    engine, background, models
+):
     def ask(name: str, prompt: list[int], n: int):
+        """Calls `generate` for n tokens, and waits until the call is in the inbox."""
         sampling = {"temperature": 1.0, "max_tokens": n, "ignore_eos": True, "stop_token_ids": []}
         call = engine.generate(request_id=name, prompt_ids=prompt, sampling_params=sampling)
         future = background.submit(call)
         wait_for(lambda: any(request.rollout_name == name for request in engine.inbox))
         return future
 
-    return ask
-
-
-def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(engine, ask, models):
     calls = {"long": ask("long", PROMPTS[3], 30), "short": ask("short", PROMPTS[1], 5)}
     for version, n_steps in enumerate((7, 9)):
         wake(engine, models[version], version)

@@ -103,30 +103,19 @@ def test_a_name_of_the_hub(monkeypatch):
     assert asked == [("openai/gsm8k", "main", "test[:9]")]
 
 
-def rendered(tokenizer, prompt, tools=None) -> int:
-    ids = tokenizer.apply_chat_template(
-        prompt, tools=tools, add_generation_prompt=True, return_dict=False
-    )
-    return len(ids)
-
-
-def test_an_overlong_prompt_is_cut(tokenizer):
-    chat = [BRIEF, {"role": "user", "content": "abcdefghijklmnopqrstuvwxyz"}]
-    limit = rendered(tokenizer, chat) - 16
-    args = Args(max_prompt_tokens=limit, prompt_truncate_side="middle")
-    [row] = data.filter_overlong([{"prompt": chat}], tokenizer, SimpleNamespace(), args)
-    assert row["prompt"] == [BRIEF, {"role": "user", "content": "abcd...xyz"}]
-    assert rendered(tokenizer, row["prompt"]) == limit
-
-
-def test_the_tools_of_a_row_count_into_its_prompt(tokenizer):
+def test_a_prompt_with_its_tools_is_dropped_or_cut_if_it_is_overlong(tokenizer):
     task = SimpleNamespace(TOOLS=[calculator.calculator])
-    limit = rendered(tokenizer, HELLO, [as_tool(calculator.calculator).schema])
-    assert rendered(tokenizer, HELLO) < limit
-    rows = [{"prompt": [{"role": "user", "content": "hello!"}]}, {"prompt": HELLO}]
+    how = {"tools": [as_tool(calculator.calculator).schema], "add_generation_prompt": True}
+    limit = len(tokenizer.apply_chat_template(CHAT, **how, return_dict=False))
+    rows = [{"prompt": [BRIEF, {"role": "user", "content": "hello!"}]}, {"prompt": CHAT}]
     of_file = tables.Rows(rows.__getitem__, range(2))
     kept = data.filter_overlong(of_file, tokenizer, task, Args(max_prompt_tokens=limit))
     assert list(kept) == rows[1:]
+
+    rows = [{"prompt": [BRIEF, {"role": "user", "content": "abcdefghijklmnopqrstuvwxyz"}]}]
+    args = Args(max_prompt_tokens=limit, prompt_truncate_side="middle")
+    [row] = data.filter_overlong(rows, tokenizer, task, args)
+    assert row["prompt"] == [BRIEF, {"role": "user", "content": "a...z"}]  # as long as "hello"
 
 
 @given(n=st.integers(1, 30), seed=st.integers(0, 99), start=st.integers(0, 60))

@@ -1,6 +1,5 @@
 """Several ranks: sharded training is the same, the engine has its weights, checkpoints fit."""
 
-import types
 from dataclasses import replace
 from functools import partial
 
@@ -110,10 +109,15 @@ def test_an_update_is_dropped_on_all_ranks_if_one_has_no_time(found):
 
 
 def test_the_engine_is_exactly_the_sharded_policy(found, args, untied_model, process_group):
-    """In bfloat16. Here the head has weights of its own: the other tests' models are tied."""
+    """In bfloat16. Here the head has weights of its own: the other tests' models are tied. A
+    tensor that a sync leaves out is named."""
     engine = Engine(untied_model, replace(args, dtype="bfloat16"), torch.device("cpu"))
     KEPT.append(engine)
     engine.wake_weights()
+    left_out = "model.layers.1.self_attn.k_proj.bias"
+    too_few = {name: tensor for name, tensor in found["synced"].items() if name != left_out}
+    with pytest.raises(RuntimeError, match=f"got no tensor: .*{left_out}"):
+        engine.load_weights(too_few.items(), 1)
     engine.load_weights(found["synced"].items(), 1)
     engine.wake_kv()
     (fused,) = engine.llm.apply_model(fused_parts)
@@ -124,17 +128,6 @@ def test_the_engine_is_exactly_the_sharded_policy(found, args, untied_model, pro
     for name, tensor in expected.items():
         # The engine pads the vocabulary.
         assert torch.equal(held[name][: len(tensor)], tensor.bfloat16()), name
-
-
-def test_a_tensor_that_a_sync_leaves_out_is_named(engine, tiny_model, monkeypatch):
-    """One that is wrong is seen in the logprobs: see test_train.py."""
-    policy = types.SimpleNamespace(model=hf_model(tiny_model, 1.5), engine_dtype=torch.float32)
-    weights = dict(models.checkpoint_weights(policy.model, policy.engine_dtype))
-    left_out = "model.layers.1.self_attn.k_proj.bias"
-    weights.pop(left_out)
-    monkeypatch.setattr(models, "checkpoint_weights", lambda *_: weights.items())
-    with pytest.raises(RuntimeError, match=f"got no tensor: .*{left_out}"):
-        train.sync(engine, policy, 1)
 
 
 def test_the_config_for_eight_gpus_shards(process_group, monkeypatch):
