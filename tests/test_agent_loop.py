@@ -128,20 +128,16 @@ def assert_output(output: AgentLoopOutput, engine: Script, *parts) -> None:
     """The response is exactly these parts, and the engine saw what precedes each sampled one.
 
     A part is (n, text) if it was sampled in the engine's n-th call, and a plain text if given."""
-    ids, mask, logprobs, versions = [], [], [], []
+    ids = []
+    versions = []
     for part in parts:
-        n, text = part if isinstance(part, tuple) else (None, part)
+        n, text = part if isinstance(part, tuple) else (-1, part)
         tokens = encode(engine.tokenizer, text)
-        if n:
-            assert engine.prompts[n - 1] == output.prompt_ids + ids
         ids += tokens
-        mask += [int(n is not None)] * len(tokens)
-        logprobs += engine.said[n].logprobs if n else [0.0] * len(tokens)
-        versions += [n or -1] * len(tokens)
+        versions += [n] * len(tokens)
     assert output.response_ids == ids
-    assert output.response_mask == mask
-    assert output.response_logprobs == logprobs
     assert output.response_versions == versions
+    assert_exact([output], {n: engine.said[n] for n in versions if n > 0})
 
 
 def assert_response(output: AgentLoopOutput, engine: Script, *parts: str) -> None:
@@ -160,6 +156,8 @@ def assert_exact(outputs: list[AgentLoopOutput], said: dict[int, TokenOutput]):
     for output in outputs:
         versions = output.response_versions
         assert output.response_mask == [int(version > 0) for version in versions]
+        given = zip(output.response_logprobs, versions)
+        assert all(logprob == 0.0 for logprob, version in given if version < 0)
         for n in {version for version in versions if version > 0}:
             found.append(n)
             start = versions.index(n)
@@ -171,8 +169,8 @@ def assert_exact(outputs: list[AgentLoopOutput], said: dict[int, TokenOutput]):
     assert sorted(found) == sorted(said)
 
 
-def task_of(*tools, **attributes) -> SimpleNamespace:
-    return SimpleNamespace(TOOLS=list(tools), **attributes)
+def task_of(*tools, interactions=()) -> SimpleNamespace:
+    return SimpleNamespace(TOOLS=list(tools), INTERACTIONS=list(interactions))
 
 
 CALCULATOR = task_of(calculator.calculator)
@@ -273,8 +271,8 @@ class Quiz(Records, agent_loop.Interaction):
         self.note(request_id, "finalize")
 
 
-def quiz_task(quiz: Quiz, *tools, **attributes) -> SimpleNamespace:
-    return task_of(*tools, INTERACTIONS=[quiz], **attributes)
+def quiz_task(quiz: Quiz, *tools) -> SimpleNamespace:
+    return task_of(*tools, interactions=[quiz])
 
 
 def quiz_row(**kwargs) -> dict:
