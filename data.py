@@ -761,17 +761,12 @@ def pack(
         position_ids   (1, P) start .. length - 1 for each sequence
         cu_seqlens     (R + 1,) int32, the bounds of the packed sequences: 0, ..., P
         max_seqlen     max(lengths)"""
-    sequences = []
-    positions = []
-    cu_seqlens = [0]
-    starts = starts or [0] * len(lengths)
-    for row, start, length in zip(input_ids, starts, lengths, strict=True):
-        sequences.append(torch.as_tensor(row)[start:length])
-        positions.append(torch.arange(start, length))
-        cu_seqlens.append(cu_seqlens[-1] + len(sequences[-1]))
+    spans = [*zip(starts or [0] * len(lengths), lengths, strict=True)]
+    pairs = zip(input_ids, spans, strict=True)
+    sequences = [torch.as_tensor(row)[start:end] for row, (start, end) in pairs]
     ids = torch.cat(sequences)
-    positions = torch.cat(positions).to(ids.device)
-    cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32).to(ids.device)
+    positions = torch.cat([torch.arange(*span) for span in spans]).to(ids.device)
+    cu_seqlens = torch.tensor([0, *map(len, sequences)]).cumsum(0).int().to(ids.device)
     return ids[None], positions[None], cu_seqlens, int(max(lengths))
 
 
