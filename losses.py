@@ -597,10 +597,13 @@ def rollout_correction(
     return _zero_where_masked(mask, weights, stats)
 
 
-def value_loss(values: BT, values_old: BT, returns: BT, mask: BT, clip: float) -> LossAndStats:
+def value_loss(
+    values: BT, values_old: BT, returns: BT, mask: BT, clip: float | None
+) -> LossAndStats:
     """Computes the clipped value loss of PPO for each token, and stats.
 
         1/2 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)
+        1/2 (V - R)^2    with clip=None
 
     See arXiv 2005.12729, sec. 3.
 
@@ -611,8 +614,10 @@ def value_loss(values: BT, values_old: BT, returns: BT, mask: BT, clip: float) -
     mask, values, old, returns = _masked(mask, values, old, returns)
     error = values - returns
     unbounded = error.square()
-    clipped = old + (values - old).clamp(-clip, clip)
-    bounded = (clipped - returns).square()
+    bounded = unbounded
+    if clip is not None:
+        clipped = old + (values - old).clamp(-clip, clip)
+        bounded = (clipped - returns).square()
     loss = 0.5 * torch.maximum(unbounded, bounded)
     stats = {"value_clipfrac": bounded > unbounded, "value_error": error.abs()}
     return _zero_where_masked(mask, loss, stats)
@@ -682,12 +687,13 @@ class AdaptiveKL:
     target: float = 0.1
     horizon: float = 10_000
 
-    def update(self, kl: float, n: int):
-        """Updates the coefficient after n units with a mean KL of `kl`.
+    def update(self, kl: float, n: int) -> float:
+        """Updates the coefficient after n units with a mean KL of `kl`, and returns it.
 
         coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)"""
         error = kl / self.target - 1
         self.coef *= 1 + min(max(error, -0.2), 0.2) * n / self.horizon
+        return self.coef
 
 
 # ---- From per-token losses to one number ---------------------------------------------------
