@@ -1,4 +1,5 @@
-"""Several ranks: sharded training is the same, the engine has its weights, checkpoints fit."""
+"""Several ranks: sharded or compiled training is the same, the engine has its weights, checkpoints
+fit."""
 
 from dataclasses import replace
 from functools import partial
@@ -78,6 +79,22 @@ def test_gradient_does_not_depend_on_micro_batches_ranks_or_sharding(
         assert found[name]["metrics"]["actor/grad_norm"] > 1
         norms = torch.stack([gradient.norm() for gradient in found[name]["gradients"].values()])
         assert norms.norm() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_compiled_layers_have_the_same_gradients(tiny_model, process_group, monkeypatch):
+    """--compile, by a backend that only traces: inductor takes minutes."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    step = partial(gradients, Accelerator(cpu=True), tiny_model, 128, "token-mean")
+    flags = {"shard": True, "gradient_checkpointing": True}
+    plain = step(**flags)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = step(**flags, compile=True)
+    assert counters["stats"]["unique_graphs"] > 0
+    check_gradients(compiled["gradients"], plain["gradients"], 1e-5)
+    assert compiled["metrics"] == pytest.approx(plain["metrics"], rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

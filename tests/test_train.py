@@ -75,8 +75,7 @@ def test_a_run_and_its_replay_without_an_engine(train_here, tiny_model, tmp_path
     # A vLLM that can't be imported: it is not needed.
     (tmp_path / "vllm.py").write_text("raise RuntimeError('vLLM was imported')")
     model = ["--model", tiny_model]
-    printed = run(*flags, again, *model, "--replay", out, PYTHONPATH=tmp_path)
-    assert f"the trained policy is in {again}/final" in printed
+    run(*flags, again, *model, "--replay", out, PYTHONPATH=tmp_path)
     for row, repeated in zip(metrics_of(out)[1:], metrics_of(again), strict=True):
         same = {name: x for name, x in row.items() if not name.startswith("eval/")}
         assert {name: repeated[name] for name in same} == same
@@ -155,8 +154,7 @@ def test_rollout_only_writes_what_replay_trains_on(train_here, tmp_path):
     rolled, out = tmp_path / "rolled", tmp_path / "trained"
     flags = ["--algo", "remax", "--group_size", "1", "--temperature", "0.7"]
     flags += ["--num_steps", "2", "--output_dir"]
-    printed = train_here(*TINY, *flags, rolled, "--rollout_only")
-    assert "2 steps of rollouts are in" in printed
+    train_here(*TINY, *flags, rolled, "--rollout_only")
     rows = metrics_of(rolled)
     assert [row["step"] for row in rows] == [1, 2] and "actor/loss" not in rows[0]
     assert not (rolled / "checkpoints").exists() and not (rolled / "final").exists()
@@ -237,10 +235,8 @@ def test_truncated_trajectories_are_masked_out_of_the_loss(train_here, tmp_path,
     flags += ["--num_steps", "3", "--eval_every", "-1", "--output_dir", tmp_path / "run"]
     printed = train_here(*TINY, *flags)
     assert "RuntimeError: the grader broke" in printed
-    assert "failed: its means leave them out" in printed
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3] and "eval/reward" not in rows[2]
-    assert "the latest saved checkpoint is" in printed
     assert sum(row["rollout/failed_reward"] for row in rows) > 0
     for row in rows:
         assert row["rollout/failed_reward"] + row["rollout/trajectories"] == 16
