@@ -53,6 +53,7 @@ from flatrl.chat_template import (  # noqa: F401
 from flatrl.compact import Numbers, compact
 from flatrl.flags import flag
 from flatrl.routes import encode_routes, join_routes
+from flatrl.texts import clean
 from flatrl.tools import (
     RefusedCallError,
     Signature,
@@ -67,7 +68,6 @@ from flatrl.user_code import (  # noqa: F401
     CallTimeoutError,
     call,
     checked_number,
-    clean,
     in_thread,
     in_time,
 )

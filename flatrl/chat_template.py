@@ -1,114 +1,36 @@
 """What a model's chat template does: a chat as ids, and what new messages add to it.
 
-The template is used on chats of the run, and before it on made-up ones. Each text that the
-assistant said, or that a made-up chat says, is replaced by a word of its own. So a word that is
-missing was left out, and what follows the last word ends the turn. `ChatTemplate.suffix` is what
-happens between two turns: the caller appends its ids to the prompt and the sampled ids, which are
-never encoded again."""
+`ChatTemplate.suffix` is what happens between two turns: the caller appends its ids to the prompt
+and the sampled ids, which are never encoded again. To see what the template does with a text, the
+text is replaced by a word such as Probe0001000. A word that is missing from the result is a text
+that the template drops, and what follows the last word of a turn ends the turn. Before the run, the
+same is done with made-up chats."""
 
 import copy
 import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from datetime import datetime
 from itertools import chain, count
 from os.path import commonprefix
 
 from flatrl.bad_input import BadInput
-from flatrl.user_code import TOKEN_BREAK, clean
+from flatrl.texts import Texts
 
 
 class RewritesHistory(ValueError):
-    """New messages make the template change earlier ones, so a new sequence must begin."""
+    """The template's chat no longer begins with the ids so far, so a new sequence must begin.
 
-
-# ---------------------------------------------------------------- texts and control tokens
-
-
-class Texts:
-    """Turns texts into ids so that no text from outside becomes a control token.
-
-    Control tokens are the special tokens, and added tokens such as <tool_call> that begin with
-    punctuation, have a letter and no space. `special` and `controls` are {id: token}."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.special = {}
-        self.controls = {}
-        for number, token in tokenizer.added_tokens_decoder.items():
-            if token.special:
-                self.special[number] = token.content
-            if token.special or re.fullmatch(r"[^\w\s]\S*\w\S*", token.content):
-                self.controls[number] = token.content
-        self.special_starts = _start_of_any(self.special.values())
-        self.control_starts = _start_of_any(self.controls.values())
-
-    def plain(self, value, role: str = "user"):
-        """Returns a message or a list of tools in which no text becomes a control token.
-
-        A tool that says "so<|im_end|>" must not end its message. So a break is put wherever a
-        control token begins. Messages of the assistant and the system keep their markup: the
-        policy samples it, and system prompts show it in examples."""
-        is_ours = role in ("assistant", "system")
-        starts = self.special_starts if is_ours else self.control_starts
-        return _edited(value, lambda text: starts.sub(TOKEN_BREAK, clean(text)))
-
-    def ids(self, text: str, begins: bool = True) -> list[int]:
-        """Returns the ids of a text. No token spans a break, or is a control token after one.
-
-        begins: whether the text begins a sequence. If not, the tokenizer puts no space before it.
-        No special tokens are added, because the template writes them all, BOS included."""
-        # Some templates write arguments and tools as Python or JSON does, with the break escaped.
-        first, *pieces = text.replace("\\ufdd0", TOKEN_BREAK).split(TOKEN_BREAK)
-        ids = self._encoded(first, begins)
-        for piece in pieces:
-            # The first character alone, so that no control token begins with it. If the character
-            # is a control token itself, it is dropped.
-            first = self._encoded(piece[:1], False)
-            ids += [number for number in first if number not in self.controls]
-            ids += self._encoded(piece[1:], False)
-        return ids
-
-    def _encoded(self, text, begins):
-        # After the EOS token, one id, so that no space is put before the first word.
-        start = "" if begins else self.tokenizer.eos_token or ""
-        ids = self.tokenizer.encode(start + text, add_special_tokens=False)
-        return ids[1:] if start else ids
-
-    def special_ids(self, text: str) -> list[int]:
-        """Returns the ids of the special tokens in a text."""
-        return self.tokenizer.convert_tokens_to_ids(self.special_starts.findall(text))
-
-
-def _start_of_any(texts):
-    """Returns a regular expression for each place where one of the texts begins (group 1).
-
-    It looks ahead, because tokens may overlap: "[e~[e~[" has two that begin "[e~["."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    if not longest_first:
-        return re.compile("(?!)()")  # matches nowhere
-    firsts = re.escape("".join({text[0] for text in longest_first}))  # faster
-    any_text = "|".join(map(re.escape, longest_first))
-    return re.compile(f"(?=[{firsts}])(?=({any_text}))")
-
-
-def _edited(value, edit):
-    """Returns nested lists and dicts with edit(text) in place of each text and each key."""
-    if isinstance(value, str):
-        return edit(value)
-    if isinstance(value, list):
-        return [_edited(inner, edit) for inner in value]
-    if isinstance(value, dict):
-        return {edit(key): _edited(inner, edit) for key, inner in value.items()}
-    return value
+    New messages make it change an earlier one, or drop a text of the last turn; or that turn ended
+    with another token than the template's."""
 
 
 # ---------------------------------------------------------------- chats of words
 
 MARK = "Probe"  # begins each word
 WORD = re.compile(MARK + r"\d{7}")
+FORK = "a new sequence"  # in place of what new messages add
 
 
 def _in_words(messages, role=None):
@@ -205,20 +127,21 @@ ANSWER = {"role": "assistant", "content": "?"}
 THOUGHT = ANSWER | {"reasoning_content": "?"}
 CALL, RESULT = _called(1)
 CALL_AFTER_THOUGHT = CALL | {"reasoning_content": "?"}
-TOLD = "a tool's answer"
+TOOL_RESULT = "a tool's answer"
 IN_TEXT = "an answer to a call in the text"
 TWO_CALLS = "two calls in a turn"
-REPLY = "a user's answer"
+USER_REPLY = "a user's answer"
 # A round is a turn of the assistant with what answers it. Each is a function of its number.
 ROUNDS = {
-    REPLY: lambda n: [ANSWER, USER],
+    USER_REPLY: lambda n: [ANSWER, USER],
     "reasoning": lambda n: [THOUGHT, USER],
-    TOLD: _called,
+    TOOL_RESULT: _called,
     "reasoning before a call": functools.partial(_called, reasoning_content="?"),
     "text before a call": functools.partial(_called, content="?"),
     TWO_CALLS: functools.partial(_called, n_calls=2),
     IN_TEXT: lambda n: [ANSWER, *_called(n)[1:]],
 }
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's API
 
 # ---------------------------------------------------------------- the template
 
@@ -229,7 +152,8 @@ PROMPT_TAIL = 64  # tokens at the end of a prompt, in which it may open a though
 class ChatTemplate:
     """What a model's chat template does. `suffix` is what happens between two turns.
 
-    tokenizer: with the variables of the template. think_tags: the tags around reasoning.
+    tokenizer: its own or, from `with_template_variables`, a changed one.
+    think_tags: the tags around reasoning.
     stops: the ids that end a turn; the attribute has those of the template, too.
     answer_end, call_end: the ids with which it ends an answer and a turn with calls.
     shows_calls: whether it writes tool_calls. If not, calls stay in the text. Raises BadInput if
@@ -244,13 +168,13 @@ class ChatTemplate:
         start, end = map(re.escape, think_tags.split())
         self.empty_thought = re.compile(rf"{start}\s*{end}\s*")
         self._cached_ids = functools.lru_cache(maxsize=64)(self.texts.ids)
-        # `text` reads these two, and writes the made-up chats below.
+        # `text`, which writes the made-up chats below, reads these three.
         self.no_tools = None
-        self.hides_thought = {}  # {whether a turn has calls: why its thought is not written}
+        self.hides_thoughts = self.hides_thoughts_beside_calls = False
         if self.problem([USER]):  # Hermes-2-Pro's needs tools: an empty list will do
             self.no_tools = []
-        turns = {False: THOUGHT, True: CALL_AFTER_THOUGHT}
-        self.hides_thought = {key: self.problem([USER, turn]) for key, turn in turns.items()}
+        hidden = [bool(self.problem([USER, turn])) for turn in (THOUGHT, CALL_AFTER_THOUGHT)]
+        self.hides_thoughts, self.hides_thoughts_beside_calls = hidden
         self.shows_calls = not self.problem([USER, CALL])
         self.shows_text_beside_calls = not self.problem([USER, CALL | {"content": "?"}])
         self._learn_ends({*stops})
@@ -266,7 +190,10 @@ class ChatTemplate:
         for message in messages:
             message = dict(message)
             reasoning = message.pop("reasoning_content", None)
-            if reasoning is not None and self.hides_thought.get("tool_calls" in message):
+            is_hidden = self.hides_thoughts
+            if message.get("tool_calls"):
+                is_hidden = self.hides_thoughts_beside_calls
+            if reasoning is not None and is_hidden:
                 thought = f"{self.think_start}{reasoning}{self.think_end}"
                 message["content"] = thought + (message.get("content") or "")
             elif reasoning is not None:  # gpt-oss names it "thinking"
@@ -309,7 +236,8 @@ class ChatTemplate:
         if messages[-1]["role"] != "assistant":
             raise RewritesHistory("the chat does not end with a turn of the assistant")
         history = messages if self.looks_far_back else _recent(messages)
-        added = self._added(history, [self.texts.plain(message) for message in new], stop, tools)
+        plain = self.texts.plain
+        added = self._added(history, [plain(message) for message in new], stop, plain(tools))
         if not added:
             raise ValueError(f"the chat template writes nothing for {new!r:.80}")
         return self.texts.ids(added, begins=False)
@@ -323,7 +251,7 @@ class ChatTemplate:
             head      "...assistant\\nProbe0001000"
             tail      "<|im_end|>\\n"
             new_head  as head, but for empty thoughts; otherwise the history is rewritten
-            new_tail  "<|im_end|>\\n<|im_start|>user\\n2?...", of which the stop token is known"""
+            new_tail  "<|im_end|>\\n<|im_start|>user\\n2?...", whose stop token was sampled"""
         *earlier, turn = history
         if not turn.get("tool_calls"):
             turn = turn | {"content": "?"}  # becomes a word, even if the answer is empty
@@ -338,13 +266,13 @@ class ChatTemplate:
             raise RewritesHistory("the chat template changes an earlier message")
 
         stop_text = self.tokenizer.decode([self._end_of(turn) if stop is None else stop])
-        # Between the last word and the stop token is the syntax that ends a call or a thought.
+        # Between the last word and the stop token is syntax that ends a call or a thought. The
+        # policy has written it. Without it, the stop token found is that of a later message.
         syntax, found, rest = new_tail.partition(stop_text)
-        # White space around the syntax is the template's, not the policy's.
-        if found and tail.strip().startswith(syntax.strip()):
-            return found + rest if stop is None else rest
-        # An answer that a stop string or a limit ended, where nothing closes a turn (GLM).
-        if stop is None and not turn.get("tool_calls"):
+        is_of_turn = tail.strip().startswith(syntax.strip())  # white space is the template's
+        if found and is_of_turn:
+            return rest if stop is not None else stop_text + rest
+        if stop is None and not turn.get("tool_calls"):  # nothing closes a turn (GLM)
             return new_tail
         raise RewritesHistory("the chat template ends this turn in another way")
 
@@ -353,10 +281,13 @@ class ChatTemplate:
         """Whether a suffix depends on more of a chat than `_recent` returns.
 
         Cohere's template numbers all calls, for example. Made-up chats of many rounds show it."""
-        tried = {make: self.problem([USER, *make(1), ANSWER, USER]) for make in ROUNDS.values()}
-        kinds = [make for make, problem in tried.items() if not problem.startswith("it raises")]
-        for last in kinds:
-            rounds = [make(n) for n, make in enumerate([*kinds * 4, last], 1)]
+        makers = []
+        for make in ROUNDS.values():
+            if self._written([USER, *make(1), ANSWER, USER]):
+                makers.append(make)
+        for last in makers:
+            # Of each kind so many that `_recent` drops some.
+            rounds = [make(n) for n, make in enumerate([*makers * 4, last], 1)]
             chat = _in_words([USER, *chain(*rounds)])
             n_new = len(rounds[-1]) - 1  # all but the turn
             history, new = chat[:-n_new], chat[-n_new:]
@@ -366,28 +297,31 @@ class ChatTemplate:
         return False
 
     def _outcome(self, history, new, stop=None, tools=None):
-        """Returns what new messages add to a made-up chat: a text, RewritesHistory, or None."""
+        """Returns what new messages add to a made-up chat, FORK or, if the template raises, ""."""
         try:
             return self._added(history, new, stop, tools)
         except RewritesHistory:
-            return RewritesHistory
+            return FORK
         except Exception:  # templates raise whatever they like
-            return None
+            return ""
 
     def _learn_ends(self, stops):
         """Sets stops, answer_end and call_end.
 
-        A turn ends with a known token, the first special token after its words or, without one,
-        that of the next message (GLM). Between two calls are special tokens that end none."""
-        after = self._special_after(ANSWER)
-        known = [token for token in after if token in stops]
+        A turn ends with the first special token after its words that is a known stop. If none is
+        known, it is the first one or, if there is none, that of the next message (GLM). A token
+        that also stands between two calls does not end a turn."""
+        after_answer = self._special_after(ANSWER)
+        known = [token for token in after_answer if token in stops]
+        of_next = self._special_after(ANSWER, USER)
         eos = {self.tokenizer.eos_token_id} - {None}
-        self.answer_end = [*known, *after, *self._special_after(ANSWER, USER), *eos, *stops][0]
+        in_order = [*known, *after_answer, *of_next, *eos, *stops]
+        self.answer_end = in_order[0]
+        after_call = self._special_after(CALL) + self._special_after(CALL, RESULT)
+        known = [token for token in after_call if token in stops | {self.answer_end}]
         two_calls, *_ = _called(1, 2)
         between = self._special_after(two_calls)
-        after = self._special_after(CALL) + self._special_after(CALL, RESULT)
-        known = [token for token in after if token in stops | {self.answer_end}]
-        others = [token for token in after if token not in between]
+        others = [token for token in after_call if token not in between]
         self.call_end = [*known, *others, self.answer_end][0]
         self.stops = {*stops, self.answer_end, self.call_end}
 
@@ -405,6 +339,36 @@ class ChatTemplate:
 
     # -- what the policy said
 
+    def _learn_frames(self):
+        """Sets what the template writes around a thought and an answer.
+
+        thought_pattern: finds a thought that special tokens enclose in place of think_tags, in
+            gpt-oss "<|channel|>analysis<|message|>(.*?)<|end|>"; else None.
+        channel: the first of these tokens, or "".
+        after_thought: what is between think_tags and an answer, such as "\\n\\n"."""
+        self.before_answer = self.after_answer = self.after_thought = self.channel = ""
+        self.thought_pattern = None
+        if self.problem([USER, ANSWER]):
+            return
+        (answer,) = _in_words([ANSWER])
+        written = self.turn_text(answer).partition(answer["content"])
+        self.before_answer, _, self.after_answer = written
+
+        is_beside_calls = self.hides_thoughts and not self.hides_thoughts_beside_calls  # Gemma 4
+        (turn,) = _in_words([CALL_AFTER_THOUGHT if is_beside_calls else THOUGHT])
+        before, _, after = self.turn_text(turn).partition(turn["reasoning_content"])
+        after = WORD.split(after)[0]  # up to the answer or the call
+        first_tokens = self.texts.special_starts.findall(before)
+        last_tokens = self.texts.special_starts.findall(after)
+        if first_tokens and last_tokens and self.think_end not in after:
+            self.channel = first_tokens[0]
+            end = after.removesuffix(self.before_answer)
+            if is_beside_calls:  # a call follows the first special token
+                end = after.partition(last_tokens[0])[0] + last_tokens[0]
+            begin, end = re.escape(before.strip()), re.escape(end.strip())
+            self.thought_pattern = re.compile(f"{begin}(.*?)(?:{end}|$)", re.DOTALL)
+        self.after_thought = after.partition(self.think_end)[2]
+
     def read(self, text: str, opened: bool) -> tuple[str | None, str]:
         """Splits a sampled turn, without its stop token, into (reasoning or None, the rest).
 
@@ -412,68 +376,44 @@ class ChatTemplate:
         channel for it. The rest has tool calls, or is the answer without its frame.
 
         text: with special tokens. opened: whether the prompt opened the thought."""
-        if self.channel:
-            thoughts = [thought.strip() for thought in self.channelled.findall(text)]
+        if self.thought_pattern:
+            thoughts = [thought.strip() for thought in self.thought_pattern.findall(text)]
             reasoning = "\n".join(thoughts) if thoughts else None
-            text = self.channelled.sub("", text)
+            text = self.thought_pattern.sub("", text)
         else:
             reasoning, text = split_reasoning(text, self.think_start, self.think_end, opened)
-            if reasoning is not None:  # "\n\n", for example, is between thought and answer
-                text = text.removeprefix(self.after_thought.partition(self.think_end)[2])
+            if reasoning is not None:
+                text = text.removeprefix(self.after_thought)
         if self.before_answer.strip():
             text = text.rpartition(self.before_answer.strip())[2]
         return reasoning, text.removesuffix(self.after_answer)
 
-    def _learn_frames(self):
-        """Sets what the template writes around an answer, and after a thought.
-
-        channel: the special token that begins a thought in place of think_tags, or "". channelled:
-        a pattern for such a thought, "<|channel|>analysis<|message|>(.*?)<|end|>" in gpt-oss."""
-        self.before_answer = self.after_answer = self.after_thought = self.channel = ""
-        if self.problem([USER, ANSWER]):
-            return
-        only_beside_calls = self.hides_thought[False] and not self.hides_thought[True]  # Gemma 4
-        thinking = CALL_AFTER_THOUGHT if only_beside_calls else THOUGHT
-        thinking, answer = _in_words([thinking, ANSWER])
-        written = self.turn_text(answer).partition(answer["content"])
-        self.before_answer, _, self.after_answer = written
-        before, after, *_ = [*WORD.split(self.turn_text(thinking)), ""]
-        begin = self.texts.special_starts.findall(before)
-        end = self.texts.special_starts.findall(after)
-        if only_beside_calls and end:  # a call follows
-            after = after.partition(end[0])[0] + end[0]
-        if begin and end and self.think_end not in after:
-            self.channel = begin[0]
-            after = after.removesuffix(self.before_answer)
-            before, behind = re.escape(before.strip()), re.escape(after.strip())
-            self.channelled = re.compile(f"{before}(.*?)(?:{behind}|$)", re.DOTALL)
-        self.after_thought = after
-
     @functools.cached_property
     def frame_ids(self) -> set[int]:
         """The special tokens with which the template or the tokenizer frames what is said."""
-        roles = self.tokenizer.special_tokens_map.values()  # EOS, padding
-        ids = {*self.stops, *self.tokenizer.convert_tokens_to_ids([*roles])}
+        named = [*self.tokenizer.special_tokens_map.values()]  # EOS, padding
+        ids = {*self.stops, *self.tokenizer.convert_tokens_to_ids(named)}
         for make in ROUNDS.values():
-            with suppress(Exception):  # templates raise whatever they like
-                ids.update(self.texts.special_ids(self.text([USER, *make(1), ANSWER, USER])))
+            text = self._written([USER, *make(1), ANSWER, USER])
+            ids.update(self.texts.special_ids(text))
         return ids
 
-    # -- a given turn
+    # -- a turn of a demonstration
 
     def turn_ids(self, turn: dict, prompt_ids: Sequence[int] = (), number: int = 1) -> list[int]:
         """Returns the ids of an assistant's turn, including the stop token that ends it.
 
-        It is what the template writes and, if that lacks them (some templates drop reasoning),
-        content and thought. If the prompt opens a thought, the turn ends it. Raises ValueError if
-        the turn is empty, if the template hides its calls, or if it has a stop token inside.
+        They are what the template writes. A content or a thought that it drops is put back. If the
+        prompt opens a thought, the turn ends it. Raises ValueError if the turn is empty, if the
+        template hides its calls, or if it has a stop token inside.
 
         prompt_ids: what precedes the turn, by default a user's question. number: that of the turn,
         for the ids of its calls, which their results repeat."""
         turn = {"content": ""} | turn
         calls = turn.get("tool_calls", ())
         if calls:
-            turn["tool_calls"] = [c | {"id": call_id(number, i)} for i, c in enumerate(calls)]
+            made = [call | {"id": call_id(number, i)} for i, call in enumerate(calls)]
+            turn["tool_calls"] = made
         prompt = self.text([USER], add_generation_prompt=True)
         before = self.tokenizer.decode(prompt_ids[-PROMPT_TAIL:]) or prompt
         written = self._completed(self.turn_text(turn), turn, before.rstrip())
@@ -493,15 +433,17 @@ class ChatTemplate:
     def turn_text(self, turn: dict, tools: list[dict] | None = None) -> str:
         """Returns an assistant's turn as the template writes it, without its prompt and its end."""
         prompt = self.text([USER], tools, True)
-        written = _after(prompt, self.text([USER, turn], tools))
-        header = _after(self.text([USER], tools), prompt)
-        if header and written.lstrip().startswith(header.lstrip()):
-            written = written.partition(header.lstrip())[2]  # Llama 4 has white space before it
+        written = _difference(prompt, self.text([USER, turn], tools))
+        # If the text does not begin with the prompt, its header is still there (Llama 4).
+        header = _difference(self.text([USER], tools), prompt).lstrip()
+        if header and written.lstrip().startswith(header):
+            written = written.partition(header)[2]
         return written.partition(self.tokenizer.decode([self._end_of(turn)]))[0]
 
     def _completed(self, written, turn, before):
         """Returns a written turn with what the template left out of it. before: its prompt."""
-        opened = before.endswith(self.think_start)  # not so R1's after a tool's answer
+        # A template may open a thought after a user's question alone (R1).
+        opened = before.endswith(self.think_start)
         if not turn.get("tool_calls") and turn["content"].strip() not in written:
             written = turn["content"]
         for tag in (self.think_start, self.think_end):
@@ -515,6 +457,13 @@ class ChatTemplate:
         return f"{self.think_start}{thought}{self.think_end}{written}"
 
     # -- what the template accepts
+
+    def _written(self, messages):
+        """Returns made-up messages as the template writes them, in words; "" if it raises."""
+        try:
+            return self.text(_in_words(messages))
+        except Exception:  # templates raise whatever they like
+            return ""
 
     def problem(self, messages: list[dict], tools=None, history: Sequence[dict] = ()) -> str:
         """Returns why the template does not write made-up messages after a history, or ""."""
@@ -539,8 +488,8 @@ class ChatTemplate:
         self.check_prompt(prompt, tools)
         warnings = []
         if tools:
-            messages = ROUNDS[TOLD if self.shows_calls else IN_TEXT](1)
-            warnings += self._check_round(TOLD, messages, prompt, tools)
+            messages = ROUNDS[TOOL_RESULT if self.shows_calls else IN_TEXT](1)
+            warnings += self._check_round(TOOL_RESULT, messages, prompt, tools)
             if self.shows_calls and not self.accepts(TWO_CALLS):
                 warnings.append(
                     "takes one call in a turn: give --agent_args '{\"max_parallel_calls\": 1}'"
@@ -548,7 +497,8 @@ class ChatTemplate:
             if self.text(prompt, tools) == self.text(prompt):
                 warnings.append("ignores tools: describe them in the prompt")
         if has_user:
-            warnings += self._check_round(REPLY, ROUNDS[REPLY](1), prompt, tools)
+            warnings += self._check_round(USER_REPLY, ROUNDS[USER_REPLY](1), prompt, tools)
+        # The keywords are those of `with_template_variables`.
         is_fixed = "strftime_now" in getattr(self.tokenizer.apply_chat_template, "keywords", {})
         past = self.text(prompt, tools, strftime_now=datetime(2001, 2, 3).strftime)
         if not is_fixed and past != self.text(prompt, tools):
@@ -566,10 +516,10 @@ class ChatTemplate:
         chat = _in_words([*prompt, *messages])
         history, new = chat[: len(prompt) + 1], chat[len(prompt) + 1 :]
         added = self._outcome(history, new, self._end_of(messages[0]), tools)
-        if added is RewritesHistory:
+        if added == FORK:
             yield f"rewrites the history at {name}, which begins a new sequence"
         for message in history:
-            if any(word in str(added) for word in WORD.findall(str(message))):
+            if any(word in added for word in WORD.findall(str(message))):
                 yield f"writes a message of role {message['role']!r} again at {name}"
 
     def check_prompt(self, prompt: list[dict], tools: list[dict] | None = None):
@@ -579,23 +529,27 @@ class ChatTemplate:
         # Without reasoning, because many templates drop it in earlier turns.
         said = [message | {"reasoning_content": None} for message in prompt]
         problem = self.problem(said, tools)
-        known = f"system developer user assistant tool {self.tokenizer.chat_template}"
-        for role in [message["role"] for message in prompt if message["role"] not in known]:
-            problem = problem or f"it does not know the role {role!r}"
+        # Many templates write any role. So one must be OpenAI's, or in the template's source.
+        source = str(self.tokenizer.chat_template)
+        for message in prompt:
+            if message["role"] not in ROLES and message["role"] not in source:
+                problem = problem or f"it does not know the role {message['role']!r}"
         if prompt[-1]["role"] == "assistant":
             problem = problem or "it ends the assistant's last message, which can't be continued"
         if problem:
             raise BadInput(f"the model's chat template does not take this prompt: {problem}")
 
 
-def _after(prompt, history):
-    """Returns what a history has after the part that it shares with a prompt.
+def _difference(prompt, text):
+    """Returns what a text has after the part that it shares with a prompt.
 
-    With R1's prompt "U: 2+2 A: <think>", "U: 2+2 A: 4<EOS>" has "4<EOS>"."""
-    n = len(commonprefix([prompt, history]))
+    R1's prompt may open a thought that its history lacks: "U: 2+2 A: <think>" shares "U: 2+2 A: "
+    with "U: 2+2 A: 4<EOS>", or, with "U: 2+2 A: <tool>1", not the "<" of two different tokens."""
+    n = len(commonprefix([prompt, text]))
     if n < len(prompt):
-        n = len(re.sub(r"[<[][^]<>[\s]*$", "", prompt[:n]))  # without the start of a token: "<thi"
-    return history[n:]
+        begun_token = r"[<[][^]<>[\s]*$"
+        n = len(re.sub(begun_token, "", prompt[:n]))
+    return text[n:]
 
 
 def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str | None, str]:

@@ -13,8 +13,8 @@ from agent_loop import ToolAgentLoop, agent_loop_class, row_kwargs, task_tools
 from flatrl.bad_input import need, refusing
 from flatrl.chat_template import chat_template
 from flatrl.tables import prompt_order
+from flatrl.texts import clean
 from flatrl.tools import call_format
-from flatrl.user_code import clean
 
 TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 # Arguments that AgentLoopBase.run(**row) gets besides a row's columns.

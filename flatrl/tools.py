@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flatrl.bad_input import BadInput, need
 from flatrl.chat_template import call_id, chat_template, function_call
-from flatrl.user_code import clean
+from flatrl.texts import clean
 
 # ---------------------------------------------------------------- functions
 

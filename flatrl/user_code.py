@@ -16,9 +16,6 @@ THREADS = ThreadPoolExecutor(1024, "user code", use_gpu_of_rank)
 # The asyncio.Timeout of the running user code, which may `reschedule` it, to wait for its turn.
 DEADLINE = contextvars.ContextVar("DEADLINE")
 
-# Marks that the next character is tokenised alone (chat_template.Texts.ids). `clean` removes it.
-TOKEN_BREAK = "\ufdd0"
-
 
 class CallTimeoutError(TimeoutError):
     """User code took longer than its deadline."""
@@ -70,11 +67,6 @@ async def call(function: Callable, /, *args, **kwargs):
     if inspect.isawaitable(result):  # from a decorated async function
         return await result
     return result
-
-
-def clean(text: str) -> str:
-    """Returns the text without TOKEN_BREAK, and with "?" for lone surrogates (JSON's "\\ud83d")."""
-    return text.encode(errors="replace").decode().replace(TOKEN_BREAK, "")
 
 
 def checked_number(value, name: str) -> float:
