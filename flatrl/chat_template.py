@@ -262,7 +262,11 @@ class ChatTemplate:
         head, tail = _split(self.text(chat, tools), words)
         new_head, new_tail = _split(self.text([*chat, *new], tools, True), words)
         # Qwen3 writes an empty thought into the last turn alone.
-        if self.empty_thought.sub("", head) != self.empty_thought.sub("", new_head):
+        new_head = self.empty_thought.sub("", new_head)
+        if self.empty_thought.sub("", head) != new_head:
+            # Muse Glimmer's system message is written before a generation prompt alone.
+            head, tail = _split(self.text(chat, tools, True), words)
+        if self.empty_thought.sub("", head) != new_head:
             raise RewritesHistory("the chat template changes an earlier message")
 
         stop_text = self.tokenizer.decode([self._end_of(turn) if stop is None else stop])
