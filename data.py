@@ -32,19 +32,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import losses
-from agent_loop import (
-    AgentLoopOutput,
-    agent_loop_class,
-    chat_template,
-    outcome,
-    render,
-    row_kwargs,
-    shorten,
-    task_interaction,
-    with_template_variables,
-)
+from agent_loop import AgentLoopOutput, agent_loop_class, outcome, row_kwargs, task_interaction
 from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401 (re-exported)
 from flatrl.bad_input import need, refusing
+from flatrl.chat_template import chat_template, render, with_template_variables
 from flatrl.devices import to_device
 from flatrl.hints import told_outputs, told_prompt
 from flatrl.launch import Bar
@@ -53,6 +44,7 @@ from flatrl.processes import on_main
 from flatrl.routes import decode_routes, pack_routes
 from flatrl.rows import as_text, check_row, check_tokenizer, tool_schemas
 from flatrl.tables import Rows, prompt_order, read_files, rows_of  # noqa: F401 (re-exported)
+from flatrl.tools import shorten
 from flatrl.units import Outputs, last_outputs, unit_of
 from flatrl.vision import expand, load_images, prefix_ids_of
 from losses import BT, NS, B, N, Turns

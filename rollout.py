@@ -42,20 +42,10 @@ import torch.distributed as dist
 from accelerate.utils import set_seed
 
 import data
-from agent_loop import (
-    AgentLoopBase,
-    AgentLoopOutput,
-    BadInput,
-    TokenOutput,
-    agent_loop_class,
-    call,
-    checked_number,
-    expand,
-    in_time,
-    visible_text,
-)
+from agent_loop import AgentLoopBase, AgentLoopOutput, TokenOutput, agent_loop_class, visible_text
 from flatrl import vllm_engine
 from flatrl.bad_input import (
+    BadInput,
     BadReward,
     NothingLeft,
     RunFailed,
@@ -81,7 +71,8 @@ from flatrl.processes import (
 from flatrl.rows import copy_row
 from flatrl.shared_state import check_refused
 from flatrl.units import last_outputs, rollout_of, unit_of
-from flatrl.vision import check_images, merge_images
+from flatrl.user_code import call, checked_number, in_time
+from flatrl.vision import check_images, expand, merge_images
 
 MAX_CONCURRENT = 1024  # rollouts that run on one rank; many of them wait for tools
 REWARD_TIMEOUT = 300.0  # seconds for a call of the task's reward or sampler

@@ -116,9 +116,6 @@ def main(args: Args):
                 put_to_sleep(run)
                 checkpoints.save_checkpoint(run)
             del rollouts, batch  # free this step's images before the next step loads its own
-            if args.goal_reached(metrics):  # --stop_at_reward
-                args.num_steps = run.done  # so that the run counts as complete
-                break
     except (Stopped, RunFailed) as error:  # on all ranks
         problem = error
     finally:
@@ -986,8 +983,7 @@ def check_input(args: Args) -> tuple:
         rows["val"] = data.load_rows(task, "val", args.val_files, *keys)
     hashes = {f"{split} rows": hash_of_rows(rows[split], args.seed) for split in rows}
     check_ranks_agree({f"--{name}": value for name, value in vars(args).items()} | hashes)
-    if not args.num_steps or args.stop_at_reward is not None:
-        need(rows["val"], "--num_steps 0, --stop_at_reward: no val rows, or --eval_every -1")
+    need(args.num_steps or rows["val"], "--num_steps 0: no validation rows, or --eval_every -1")
     if args.hints:
         has_hint = any(row.get("hint") for row in rows["train"])
         need(has_hint, "--hints (--algo opsd): no training row has a 'hint'")

@@ -1,7 +1,6 @@
 """The flags of train.py: presets, all flags with their help texts, and the rules among them."""
 
 import json
-import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -212,9 +211,6 @@ class Args(LoopArgs):
     eval_every: int = flag(
         10, "steps between evaluations; 0: only before training and after; -1: none, and "
         "validation rows are not loaded", low=-1, group="evaluation, checkpoints, log")
-    stop_at_reward: float | None = flag(
-        None, "training ends at the first evaluation whose mean reward is at least this",
-        low=-math.inf)
     eval_samples: int = flag(
         1, "rollouts of a validation row: eval/pass@1 to pass@N", low=1)
     eval_sampling_args: str = flag(
@@ -322,11 +318,6 @@ class Args(LoopArgs):
     def objective_takes(self) -> list[str]:
         """The inputs of the function behind --policy_loss; see losses.objective."""
         return losses.OBJECTIVES[self.policy_loss].takes
-
-    def goal_reached(self, metrics: dict) -> bool:
-        """Returns whether an evaluation has reached --stop_at_reward."""
-        goal = self.stop_at_reward
-        return goal is not None and metrics.get("eval/reward", -math.inf) >= goal
 
     @property
     def evaluates(self) -> bool:

@@ -6,7 +6,6 @@ are functions of --seed and the step, so no state of a generator or schedule is 
 
 import fcntl
 import json
-import math
 import os
 import pickle
 import shlex
@@ -168,8 +167,6 @@ def resume(run, checkpoint: Path, state: dict):
     run.log.say(f"resuming after step {run.done}")
     run.log.write_about()
     run.evals = on_main(logged, run.folder, "eval/reward")
-    if run.args.goal_reached({"eval/reward": run.evals.get(run.done, -math.inf)}):
-        run.args.num_steps = run.done  # --stop_at_reward has stopped it here
 
 
 def load_checkpoint(run, folder: Path):

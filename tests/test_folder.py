@@ -88,17 +88,6 @@ def test_a_resumed_run_learns_at_the_changed_rate(tmp_path, process_group):
     assert [group["lr"] for group in run.learners["policy"].groups] == [0.3, 0.5]
 
 
-def test_a_run_that_reached_its_reward_is_complete_when_it_is_resumed(tmp_path, process_group):
-    run = make_run(tmp_path, num_steps=8, stop_at_reward=0.5, resume=True)
-    Log(run.args, None, 0).write_about()
-    rows = '{"step": 2, "eval/reward": 0.4}\n{"step": 3, "eval/reward": 0.6}'
-    (tmp_path / "metrics.jsonl").write_text(rows)
-    for done, num_steps in (2, 8), (3, 3):
-        save(run, done)
-        checkpoints.resume(run, *checkpoints.read_checkpoint(run.args, ""))
-        assert run.args.num_steps == num_steps
-
-
 def test_resume_prints_other_flags_and_refuses_other_rows(tmp_path, process_group, capsys):
     run = make_run(tmp_path)
     Log(run.args, None, 0, "rows a")
