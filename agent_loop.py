@@ -63,14 +63,7 @@ from flatrl.tools import (
     shorten,
     tool_text,
 )
-from flatrl.user_code import (  # noqa: F401
-    DEADLINE,
-    CallTimeoutError,
-    call,
-    checked_number,
-    in_thread,
-    in_time,
-)
+from flatrl.user_code import DEADLINE, CallTimeoutError, call, checked_number, in_thread, in_time  # noqa: F401
 from flatrl.vision import expand, image_tokens, load_image, load_images
 
 # ---------------------------------------------------------------- settings and results
@@ -93,8 +86,8 @@ class LoopArgs:
     max_assistant_turns: int = flag(
         8, "a rollout ends after this many turns, with stop reason max_turns; 0: no limit")
     max_user_turns: int = flag(
-        0, "a rollout ends after this many replies of a simulated user, who is then called once "
-        "more, for the reward only; 0: no limit")
+        0, "a rollout ends after this many replies of a simulated user, who then only rewards; 0: "
+        "no limit")
     compact_at: int = flag(
         0, "tokens of prompt and response at which the agent `compacting` asks for a summary; "
         "0: three quarters of the window")
@@ -105,8 +98,8 @@ class LoopArgs:
     think_tags: str = flag(
         "<think> </think>", "the tags around reasoning; tool calls inside it are not executed")
     tool_parser: str = flag(
-        "auto", "the format of tool calls: any of vLLM's parsers; template: as the chat template "
-        "writes them, with JSON arguments; auto: the first that reads what the template writes")
+        "auto", "the format of tool calls: one of vLLM's parsers; template: as the chat template "
+        "writes them, as JSON; auto: the first that reads what the template writes")
     tool_timeout: float = flag(
         30.0, "seconds for one tool call, or for one answer of a simulated user", low=1e-3)
     trajectory_timeout: float = flag(
@@ -404,13 +397,10 @@ class Trajectory:
         if speaks or not finished:
             return [*finished, last]
         *earlier, before = finished
-        names = ("reward", "metrics", "extra", "stop_reason")
-        ended = {name: getattr(last, name) for name in names}
-        if "routes" in before.extra:
-            ended["extra"]["routes"] = before.extra["routes"]
+        ended = {name: getattr(last, name) for name in ("reward", "metrics", "stop_reason")}
         end = len(before.response_ids) - 1
-        rewards = before.turn_rewards + [(end, reward) for _, reward in last.turn_rewards]
-        return [*earlier, replace(before, turn_rewards=rewards, **ended)]
+        ended["turn_rewards"] = before.turn_rewards + [(end, x) for _, x in last.turn_rewards]
+        return [*earlier, replace(before, extra=before.extra | last.extra, **ended)]
 
     def output(self) -> AgentLoopOutput:
         """Returns the current token sequence, without those before forks, as an output."""
@@ -433,11 +423,9 @@ class AgentLoopBase:
     engine: any object with `async generate(*, request_id, prompt_ids, sampling_params,
         image_data) -> TokenOutput`. prompt_ids has ONE placeholder for each image of
         image_data, which is a list of PIL images or None.
-    processor: the model's image processor; None for text models.
-    task: the task module.
-    args: train.Args, LoopArgs or any object with some of LoopArgs' attributes. Those that it
-        lacks get their defaults, except max_response_tokens and max_model_len: without them
-        TypeError is raised."""
+    processor: the model's image processor; None for text models. task: the module.
+    args: train.Args, LoopArgs or any object with some of LoopArgs' attributes; others get their
+        defaults. Raises TypeError without max_response_tokens and max_model_len."""
 
     def __init__(self, engine, tokenizer, processor, task, args):
         known = {each.name: each.default for each in fields(LoopArgs)}
