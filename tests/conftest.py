@@ -107,6 +107,7 @@ def session_engine(tiny_model, tokenizer, process_group):
 def engine(session_engine):
     """The session's engine, asleep at the start and at the end of each test."""
     assert session_engine.state == "asleep"
+    session_engine.was_poked = False  # by what ended last
     yield session_engine
     if session_engine.state == "awake":
         session_engine.abort_all()

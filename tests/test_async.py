@@ -229,6 +229,26 @@ def test_groups_without_signal_are_replaced_by_the_next_prompts(make_run):
     assert run.run.store.num_keys() == 3  # of the pool, none of a group
 
 
+def test_slow_graders_run_on_after_the_rollout_and_are_awaited(make_run, models, background):
+    release = asyncio.Event()
+
+    async def reward(output, row):
+        if output.extra["prompt"] == 1:
+            raise RuntimeError("no")
+        await release.wait()
+        return {"score": output.extra["prompt"] + output.extra["sample"] / 4}
+
+    run = make_run(task_of(reward=reward), max_staleness=0, prompts_per_step=3)
+    wake(run.engine, models[0], 0)
+    rollouts = run.pool.rollout(0)
+    run.engine.sleep()  # nothing to wait for: the trajectories are done
+    assert [output.reward for output in rollouts.outputs] == [None] * 6
+    background.loop.call_soon_threadsafe(release.set)
+    wait_for_rewards(rollouts, background, run.run.stop)
+    assert [output.reward["score"] for output in rollouts.outputs] == [0, 0.25, 2, 2.25]
+    assert +rollouts.lost == {"failed_reward": 2}
+
+
 def test_what_is_under_way_settles_for_an_evaluation(make_run):
     task = task_of()
     run = make_run(task)

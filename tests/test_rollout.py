@@ -1,6 +1,5 @@
 """The engine (vLLM's CPU build): states, sync, seeds; one rollout with everything that fails."""
 
-import asyncio
 import dataclasses
 import math
 import operator
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from agent_loop import AgentLoopBase, register
 from flatrl.bad_input import BadReward, NothingLeft
 from flatrl.compact import compact
-from rollout import Engine, rollout, training_pool, wait_for_rewards
+from rollout import Engine, rollout
 
 PROMPTS = [[random.Random(i).randrange(3, 250) for _ in range(5 + 3 * i)] for i in range(6)]
 
@@ -156,24 +155,13 @@ def make_rows(*kinds) -> list[dict]:
 
 
 @pytest.fixture
-def awake(engine, background, tokenizer, args, tiny_model):
-    """Makes a run whose engine is awake."""
+def play(engine, background, tokenizer, args, tiny_model):
+    """Rolls out rows with a reward function, or a task, and the weights of the step."""
 
-    def awake(reward, version=0, **flags):
+    def play(reward, rows, group_size=1, step=0, kind="train"):
         task = types.SimpleNamespace(reward=reward) if callable(reward) else reward
-        run = make_run(engine, background, task, tokenizer, dataclasses.replace(args, **flags))
-        wake(engine, hf_model(tiny_model), version)
-        return run
-
-    return awake
-
-
-@pytest.fixture
-def play(awake, engine):
-    """Rolls out rows with a reward function, or a task."""
-
-    def play(reward, rows, group_size=1, step=0, kind="train", **flags):
-        run = awake(reward, **flags)
+        run = make_run(engine, background, task, tokenizer, args)
+        wake(engine, hf_model(tiny_model), step)
         rollouts = rollout(run, rows, step, group_size, {"temperature": 1.0}, kind)
         engine.sleep()
         return rollouts
@@ -197,7 +185,7 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play):
 
     kinds = ["x", "raise", "no reward", "skip", "list", "dict", "judge", "far", "nan", "own"]
     rows = make_rows(*kinds)
-    rollouts = play(reward, rows, group_size=2, step=3, version=3, task=__file__)
+    rollouts = play(reward, rows, group_size=2, step=3)
 
     names = operator.itemgetter("prompt", "sample", "segment")
     segments = [names(output.extra) for output in rollouts.outputs]
@@ -230,30 +218,6 @@ def test_kept_outputs_are_compact_and_act_like_lists():
     assert output.prompt_ids + kept.response_ids[1:] == [1, 2, 2**17, 7]
 
 
-def test_slow_graders_run_on_after_the_rollout_and_are_awaited(awake, engine):
-    release = asyncio.Event()
-
-    async def reward(output, row):
-        if row["index"] == 1:
-            raise RuntimeError("no")
-        await release.wait()
-        return {"score": row["index"] + output.extra["sample"] / 4}
-
-    run = awake(reward, prompts_per_step=3, group_size=2)
-    run.rows = {"train": make_rows(*["x"] * 3)}
-    pool = training_pool(run, 0)
-    rollouts = pool.rollout(0)
-    engine.sleep()  # nothing to wait for: the trajectories are done
-    assert [output.reward for output in rollouts.outputs] == [None] * 6
-    run.background.loop.call_soon_threadsafe(release.set)
-    wait_for_rewards(rollouts, run.background, run.stop)
-
-    scores = sorted(output.reward["score"] for output in rollouts.outputs)
-    assert scores == [0, 0.25, 2, 2.25]
-    assert +rollouts.lost == {"failed_reward": 2}
-    pool.end()
-
-
 def judged_by(judge) -> types.SimpleNamespace:
     return types.SimpleNamespace(group_reward=judge)
 
@@ -272,7 +236,7 @@ def test_a_reward_that_returns_no_number_ends_the_run(play, task, error, said):
 def test_user_code_draws_numbers_of_its_step_and_rank(play, monkeypatch):
     def drawn(step: int, rank: int = 0) -> tuple:
         monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: rank)
-        return play(reward, make_rows("x"), step=step, version=step).outputs[0].reward["drawn"]
+        return play(reward, make_rows("x"), step=step).outputs[0].reward["drawn"]
 
     def reward(output, row):
         return {"score": 0.0, "drawn": (random.random(), np.random.rand(), torch.rand(()).item())}
