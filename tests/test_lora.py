@@ -9,17 +9,9 @@ from fixed_batch import batch_of
 from test_rollout import hf_model
 from test_routes import args_of as with_experts
 
-import data
 import train
 from agent_loop import BadInput
 from flatrl import models
-from train import Args
-
-
-def args_of(model: str, **more) -> Args:
-    data.register_packed_attention()
-    flags = {"lora_rank": 4, "tokens_per_micro_batch": 1000}
-    return Args(model=model, dtype="float32", lr=1e-3, **flags | more)
 
 
 def trained(policy: train.Policy) -> train.Policy:
@@ -58,9 +50,9 @@ def test_a_run_syncs_and_saves_merged_weights_and_its_adapter(train_here, tiny_m
 
 def test_experts_train_and_the_engine_gets_them(process_group, tmp_path):
     """peft wraps the tensors of all experts."""
-    args = args_of(with_experts(tmp_path).model)
+    args = replace(with_experts(tmp_path), router_replay=False, lora_rank=4)
     policy = trained(train.Policy(args))
-    plain = train.Policy(args_of(args.model, lora_rank=0))
+    plain = train.Policy(replace(args, lora_rank=0))
     base = dict(models.checkpoint_weights(plain.model, torch.float32))
     weights = dict(models.checkpoint_weights(policy.model, torch.float32))
     assert weights.keys() == base.keys()
