@@ -54,10 +54,13 @@ def tiny_model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def process_group():
-    """A group of one; never destroyed: vLLM's shutdown takes it down."""
+    """A group of one; never destroyed: vLLM's shutdown takes it down. Packed attention is known."""
     import torch
     import torch.distributed as dist
 
+    from flatrl.attention import register_packed_attention
+
+    register_packed_attention()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -65,7 +65,6 @@ def gradients(
     n_tokens: of a micro-batch; demonstrated: see batch_of."""
     flags = {"kl_coef": 0.1, "max_grad_norm": 1e9, "loss_agg": loss_agg} | flags
     args = train.Args(model=model, tokens_per_micro_batch=n_tokens, **flags)
-    data.register_packed_attention()
     config = AutoConfig.from_pretrained(model)
     processor = None
     if "vision_config" in config:  # the whole one needs torchvision, or vLLM patched

@@ -64,7 +64,6 @@ def moved(policy: train.Policy) -> train.Policy:
 
 def run_of(accelerator, folder: Path, args: train.Args, n: int):
     """The parts of a train.Run that are saved, after an optimiser step on n trajectories."""
-    data.register_packed_attention()
     learner = train.Learner(train.Policy(args), 0.1, 1, args, accelerator)
     batch = batch_of(n)
     batch["advantages"] = torch.ones_like(batch["response_mask"])

@@ -76,7 +76,6 @@ def expected(model, batch: dict, temperature: float) -> torch.Tensor:
 def test_logprobs_and_gradients_are_those_of_eager_attention(
     model_type, batch, tmp_path, process_group
 ):
-    data.register_packed_attention()
     reference = saved(tmp_path, model_type, **(PACKED | PADDED)[model_type])
     args = train.Args(model=str(tmp_path), temperature=0.9)
     args.gradient_checkpointing = model_type in ("mixtral", "stablelm")

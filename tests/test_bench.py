@@ -79,7 +79,6 @@ def learner_of(folder, **flags) -> train.Learner:
     gpu.build("tiny", folder)
     args = train.Args(model=str(folder), dtype="bfloat16", shard=True, **flags)
     train.complete_flags(args, cuda=False)
-    data.register_packed_attention()
     return train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
 
 

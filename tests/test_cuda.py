@@ -12,7 +12,6 @@ import transformers
 from accelerate import Accelerator
 from fixed_batch import batch_of
 
-import data
 import train
 from flatrl import devices, layers
 from flatrl.bad_input import BadInput
@@ -34,16 +33,13 @@ COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
 def test_flags_are_completed(flags, cuda, expected):
     args = Args(task="tests/tiny_task.py", **flags)
     train.complete_flags(args, cuda)
-    for name, value in expected.items():
-        is_number = type(value) is float
-        assert getattr(args, name) == (pytest.approx(value) if is_number else value)
+    assert {name: getattr(args, name) for name in expected} == pytest.approx(expected)
 
 
 ACCELERATOR = types.SimpleNamespace(device=torch.device("cpu"))  # all that sharding uses
 
 
 def test_a_value_has_the_digits_of_float32(args, process_group):
-    data.register_packed_attention()
     critic = train.Critic(args)
     hidden = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
@@ -62,7 +58,6 @@ def test_the_reference_keeps_its_stored_dtype_and_the_policy_is_in_float32(
     model.save_pretrained(tmp_path)
     flags = dict(dtype="bfloat16", shard=True, tokens_per_micro_batch=1000)
     args = Args(model=str(tmp_path), kl_coef=0.1, lr=1e-3, **flags)
-    data.register_packed_attention()
     policy = train.Policy(args)
     reference = train.build_reference(args, policy)
     policy, _, reference = train.build_networks(args, ACCELERATOR, policy, reference, types)
@@ -81,7 +76,6 @@ def test_the_reference_keeps_its_stored_dtype_and_the_policy_is_in_float32(
 def test_frozen_weights_in_half_precision_change_no_number(args, process_group, monkeypatch):
     """Which are, and that what learns is in float32, is counted in test_bench.py."""
     args = dataclasses.replace(args, dtype="bfloat16", shard=True, lora_rank=4)
-    data.register_packed_attention()
     batch = batch_of(6)
     batch["advantages"] = torch.ones_like(batch["response_mask"])
 
@@ -126,7 +120,6 @@ def test_a_micro_batch_fits_every_gpu(
     flags = {"task": "", "shard": True, "tokens_per_micro_batch": None} | flags
     args = dataclasses.replace(args, **flags)
     train.complete_flags(args, cuda=True)
-    data.register_packed_attention()
     learner = train.Learner(train.Policy(args), 1e-3, 1, args, ACCELERATOR)
     bytes_of_adam = 2 * sum(p.nbytes for p in learner.net.parameters())
     computed = []

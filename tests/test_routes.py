@@ -35,7 +35,6 @@ MODELS = {
 def args_of(folder, model_type: str = "qwen3_moe") -> train.Args:
     """Flags for a tiny random model of an architecture, which it saves in the folder."""
     saved(folder, model_type, **EXPERTS | MODELS[model_type])
-    data.register_packed_attention()
     flags = {"router_replay": True, "tokens_per_micro_batch": 100, "dtype": "float32"}
     return train.Args(model=str(folder), **flags)
 
