@@ -282,10 +282,9 @@ def agent_loop_class(row: dict, task, args) -> type:
 class Trajectory:
     """The messages and tokens of one rollout while it runs.
 
-    Only methods of this class append tokens, and always to all five lists together: engine_ids and
-    the four response_* lists. These are the current token sequence. If the template rewrites the
-    history, `fork` ends the sequence and starts another. `outputs` returns one AgentLoopOutput for
-    each sequence.
+    Its methods append tokens to all five lists together: engine_ids and the four response_* lists.
+    These are the current token sequence. If the template rewrites the history, `fork` ends the
+    sequence and starts another. `outputs` returns one AgentLoopOutput for each.
 
     engine_ids: prompt and response as `engine.generate` gets them, with one placeholder for each
         image. prompt_ids and response_ids have one for each token of the image (`expand`).
@@ -366,9 +365,8 @@ class Trajectory:
         """Records a turn reward, at the last token so far, and adds metrics to the rollout's.
 
         kind and name identify the source, such as "tool" and "calculator". A metric becomes
-        "kind/name/key"; the source's rewards are added up in "kind_reward/name". Raises
-        ValueError, which names the source, and records nothing if reward or metrics are not
-        finite numbers."""
+        "kind/name/key"; the source's rewards are added up in "kind_reward/name". Raises ValueError,
+        and records nothing, if reward or metrics are not finite numbers."""
         source = f"{kind} {name!r}"
         reward = checked_number(0.0 if reward is None else reward, f"the reward of {source}")
         checked = {}
@@ -388,9 +386,8 @@ class Trajectory:
     def outputs(self) -> list[AgentLoopOutput]:
         """Returns the outputs of all token sequences, which share the trajectory's unit and group.
 
-        If the assistant said nothing after the last fork (there was no room for a turn), that
-        sequence is left out. The one before then ends the rollout, and its last token gets the
-        turn rewards."""
+        If the assistant said nothing after the last fork, that sequence is left out. The one before
+        then ends the rollout, and its last token gets the turn rewards."""
         finished = [replace(each, unit=self.unit, group=self.group) for each in self.finished]
         last = self.output()
         speaks = 1 in last.response_mask or last.messages[-1]["role"] == "assistant"
@@ -523,10 +520,10 @@ class AgentLoopBase:
     async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
         """Samples one assistant turn, and appends its tokens and its message.
 
-        Returns its text without reasoning but with special tokens (see `_read_turn`). Returns None
-        if the turn was cut off (its tokens and its message are there), or had no room (nothing was
-        sampled). Sets the stop reason. Raises ValueError if engine and processor expand an image to
-        different numbers of tokens."""
+        Returns its text without reasoning but with special tokens (see `_read_turn`), or None if
+        the turn was cut off (its tokens and its message are there), or had no room (nothing was
+        sampled). Sets the stop reason. Raises ValueError if engine and processor count an image's
+        tokens differently."""
         room = self.room(trajectory)
         if room < 1:
             trajectory.stop_reason = "length"
@@ -611,9 +608,9 @@ class ToolAgentLoop(AgentLoopBase):
                               -> interacting -> generating ...        a simulated user answers
                               -> None                                 the end
 
-    A state is a method that gets the trajectory and returns the next state. A subclass adds one by
-    returning it from another: `return self.reflecting`. If a tool raises, exceeds its deadline or
-    is called wrongly, the model reads a message about it, and a metric counts it."""
+    A state is a method that gets the trajectory and returns the next state, so a subclass can add
+    one: `return self.reflecting`. If a tool raises, exceeds its deadline or is called wrongly, the
+    model reads a message about it, and a metric counts it."""
 
     def __init__(self, engine, tokenizer, processor, task, args):
         super().__init__(engine, tokenizer, processor, task, args)
@@ -739,10 +736,9 @@ class ToolAgentLoop(AgentLoopBase):
         return self.reply(trajectory, messages, images)
 
     def _record_response(self, trajectory, name, response, n_images):
-        """Counts a tool call, records its response's reward and metrics, and returns the response.
+        """Counts a tool call, records its reward and metrics, and returns what the model reads.
 
-        response: a ToolResponse or an exception. Of an exception or an invalid response, the model
-        reads the error. n_images: images in the rollout so far."""
+        response: a ToolResponse, or an exception. n_images: images in the rollout so far."""
         is_known = name in self.tools  # the model may write any name
         if is_known:
             trajectory.count(f"tool_calls/{name}")
@@ -778,10 +774,10 @@ class ToolAgentLoop(AgentLoopBase):
         return join_contents([text, images], "") if text else images
 
     async def call_tool(self, trajectory, tool_call) -> ToolResponse:
-        """Executes a tool call, and returns a ToolResponse whose images are loaded.
+        """Executes a call of `parse_tool_calls`. Returns a ToolResponse whose images are loaded.
 
-        tool_call: as from `parse_tool_calls`. Raises RefusedCallError if it is malformed or names
-        an unknown tool, CallTimeoutError after tool_timeout, and whatever the tool raises."""
+        Raises RefusedCallError if it is malformed or names an unknown tool, CallTimeoutError after
+        tool_timeout, and whatever the tool raises."""
         name = tool_call["name"]
         if tool_call["error"]:
             raise RefusedCallError(tool_call["error"])
@@ -877,10 +873,10 @@ class CompactingLoop(ToolAgentLoop):
     """A tool_agent that continues from a summary when its context is long.
 
     When a reply of tools or of a user would bring prompt and response to compact_at tokens,
-    SUMMARISE is appended to that reply, unless only one turn is left. The policy answers with a
-    summary, which is a turn and needs room in the window. A new sequence then begins with the
-    opening messages (system message and task), the summary and CONTINUE. The sequences are outputs
-    of one rollout and share its reward, so a summary is rewarded for what follows it.
+    SUMMARISE is appended to it, unless only one turn is left. The policy answers with a summary,
+    which needs room in the window. A new sequence then begins with the opening messages, the
+    summary and CONTINUE. All sequences share the rollout's reward, so a summary is rewarded for
+    what follows it.
 
         processing_tools or interacting -> compacting -> generating ..."""
 
@@ -934,12 +930,11 @@ class CompactingLoop(ToolAgentLoop):
 
 
 class Tool:
-    """A tool with state or resources.
+    """A tool with state or resources, which a subclass keeps by request_id for each rollout.
 
-    One instance serves all rollouts, so keep each rollout's state under its request_id. Each
-    rollout that calls the tool runs `create` once before the first `execute`, `calc_reward` once at
-    its end, and then `release`, even after a failure. Subclasses must override `execute`, and set
-    `name` and `schema` (the JSON schema of an OpenAI function) on the class or the instance."""
+    A rollout that calls the tool runs `create` once before the first `execute`, `calc_reward` once
+    at its end, and then `release`, even after a failure. Subclasses must override `execute`, and
+    set `name` and `schema` (the JSON schema of an OpenAI function)."""
 
     name: str
     schema: dict
@@ -971,8 +966,7 @@ class FunctionTool(Tool):
     async def execute(self, request_id: str, arguments: dict, /, **execute_kwargs):
         """Calls the function. execute_kwargs win over the model's arguments.
 
-        A tuple that is not (response, reward, metrics) is returned as a list. Raises
-        RefusedCallError for wrong arguments, and whatever the function raises."""
+        A tuple that is not (response, reward, metrics) is returned as a list."""
         values = self.signature.arguments(arguments, execute_kwargs)
         result = await call(self.function, **values)
         if isinstance(result, tuple):
@@ -1040,8 +1034,8 @@ class Interaction:
 def task_interaction(task, kwargs: dict) -> Interaction | None:
     """Returns the task's interaction named kwargs["name"] or, without a name, its only one.
 
-    None if the task has none and none is named, or if kwargs are empty and it has several. Raises
-    BadInput for an unknown name, and for kwargs without a name if there are several."""
+    None if it has none, or several and kwargs are empty. Raises BadInput for an unknown name, and
+    for kwargs without a name if there are several."""
     interactions = {each.name: each for each in getattr(task, "INTERACTIONS", None) or ()}
     name = kwargs.get("name")
     if name is None and len(interactions) < 2:
