@@ -3,8 +3,9 @@
 `ChatTemplate.suffix` is what happens between two turns: the caller appends its ids to the prompt
 and the sampled ids, which are never encoded again. To see what the template does with a text, the
 text is replaced by a word such as Probe0001000. A word that is missing from the result is a text
-that the template drops, and what follows the last word of a turn ends the turn. Before the run, the
-same is done with made-up chats."""
+that the template drops, and what follows the last word of a turn ends the turn. A chat is written
+without and with its new messages, and the two are compared. Before the run, the same is done with
+made-up chats."""
 
 import copy
 import functools
@@ -20,17 +21,17 @@ from flatrl.texts import Texts
 
 
 class RewritesHistory(ValueError):
-    """The template's chat no longer begins with the ids so far, so a new sequence must begin.
+    """A new sequence must begin, with the whole chat as its prompt (`Trajectory.fork`).
 
-    New messages make it change an earlier one, or drop a text of the last turn; or that turn ended
-    with another token than the template's."""
+    Either the template now changes an earlier message, or drops a text of the last turn; or the
+    policy ended that turn with another token than the template's."""
 
 
 # ---------------------------------------------------------------- chats of words
 
 MARK = "Probe"  # begins each word
 WORD = re.compile(MARK + r"\d{7}")
-FORK = "a new sequence"  # in place of what new messages add
+FORK = "a new sequence"  # what `_outcome` returns where `_added` raises RewritesHistory
 
 
 def _in_words(messages, role=None):
@@ -73,7 +74,7 @@ def _split(text, words):
 
 
 def _recent(messages):
-    """Returns the part of a chat that a suffix depends on: it stays short.
+    """Returns the part of a chat on which a suffix depends, unless the template `looks_far_back`.
 
     A round is a turn of the assistant and the messages that answer it. The part is what precedes
     the first turn, the last earlier round of each kind, and the latest round. So a template can
@@ -155,9 +156,12 @@ class ChatTemplate:
     tokenizer: its own or, from `with_template_variables`, a changed one.
     think_tags: the tags around reasoning.
     stops: the ids that end a turn; the attribute has those of the template, too.
-    answer_end, call_end: the ids with which it ends an answer and a turn with calls.
-    shows_calls: whether it writes tool_calls. If not, calls stay in the text. Raises BadInput if
-    the tokenizer has no chat template."""
+    answer_end, call_end: the id that ends a turn without calls, and one with calls.
+    shows_calls: whether it writes tool_calls. If not, calls stay in the text.
+    lacks_thoughts, lacks_thoughts_beside_calls: whether it writes no reasoning_content, even in the
+    last turn. `text` then puts it into the content.
+
+    Raises BadInput if the tokenizer has no chat template."""
 
     def __init__(self, tokenizer, stops: Iterable[int] = (), think_tags: str = THINK_TAGS):
         if not tokenizer.chat_template:
@@ -170,11 +174,11 @@ class ChatTemplate:
         self._cached_ids = functools.lru_cache(maxsize=64)(self.texts.ids)
         # `text`, which writes the made-up chats below, reads these three.
         self.no_tools = None
-        self.hides_thoughts = self.hides_thoughts_beside_calls = False
+        self.lacks_thoughts = self.lacks_thoughts_beside_calls = False
         if self.problem([USER]):  # Hermes-2-Pro's needs tools: an empty list will do
             self.no_tools = []
         hidden = [bool(self.problem([USER, turn])) for turn in (THOUGHT, CALL_AFTER_THOUGHT)]
-        self.hides_thoughts, self.hides_thoughts_beside_calls = hidden
+        self.lacks_thoughts, self.lacks_thoughts_beside_calls = hidden
         self.shows_calls = not self.problem([USER, CALL])
         self.shows_text_beside_calls = not self.problem([USER, CALL | {"content": "?"}])
         self._learn_ends({*stops})
@@ -190,9 +194,9 @@ class ChatTemplate:
         for message in messages:
             message = dict(message)
             reasoning = message.pop("reasoning_content", None)
-            is_hidden = self.hides_thoughts
+            is_hidden = self.lacks_thoughts
             if message.get("tool_calls"):
-                is_hidden = self.hides_thoughts_beside_calls
+                is_hidden = self.lacks_thoughts_beside_calls
             if reasoning is not None and is_hidden:
                 thought = f"{self.think_start}{reasoning}{self.think_end}"
                 message["content"] = thought + (message.get("content") or "")
@@ -236,7 +240,7 @@ class ChatTemplate:
         if messages[-1]["role"] != "assistant":
             raise RewritesHistory("the chat does not end with a turn of the assistant")
         history = messages if self.looks_far_back else _recent(messages)
-        plain = self.texts.plain
+        plain = self.texts.plain  # no text becomes a control token
         added = self._added(history, [plain(message) for message in new], stop, plain(tools))
         if not added:
             raise ValueError(f"the chat template writes nothing for {new!r:.80}")
@@ -264,19 +268,21 @@ class ChatTemplate:
         # Qwen3 writes an empty thought into the last turn alone.
         new_head = self.empty_thought.sub("", new_head)
         if self.empty_thought.sub("", head) != new_head:
-            # Muse Glimmer's system message is written before a generation prompt alone.
+            # Muse Glimmer writes its system message only if a prompt follows, as in new_head.
             head, tail = _split(self.text(chat, tools, True), words)
         if self.empty_thought.sub("", head) != new_head:
             raise RewritesHistory("the chat template changes an earlier message")
 
         stop_text = self.tokenizer.decode([self._end_of(turn) if stop is None else stop])
-        # Between the last word and the stop token is syntax that ends a call or a thought. The
-        # policy has written it. Without it, the stop token found is that of a later message.
+        # Between the last word and the turn's own stop token is nothing, or syntax that ends a call
+        # or a thought, which the policy has written. tail begins with it, too. If not, the stop
+        # token found is that of a later message.
         syntax, found, rest = new_tail.partition(stop_text)
-        is_of_turn = tail.strip().startswith(syntax.strip())  # white space is the template's
+        is_of_turn = tail.strip().startswith(syntax.strip())  # the policy need not write spaces
         if found and is_of_turn:
             return rest if stop is not None else stop_text + rest
-        if stop is None and not turn.get("tool_calls"):  # nothing closes a turn (GLM)
+        # The end of GLM's turn is what begins a user's message: here other messages follow.
+        if stop is None and not turn.get("tool_calls"):
             return new_tail
         raise RewritesHistory("the chat template ends this turn in another way")
 
@@ -313,8 +319,8 @@ class ChatTemplate:
         """Sets stops, answer_end and call_end.
 
         A turn ends with the first special token after its words that is a known stop. If none is
-        known, it is the first one or, if there is none, that of the next message (GLM). A token
-        that also stands between two calls does not end a turn."""
+        known, it is the first one or, if there is none, that of the next message (GLM), EOS or a
+        given stop. An unknown token that also stands between two calls does not end a turn."""
         after_answer = self._special_after(ANSWER)
         known = [token for token in after_answer if token in stops]
         of_next = self._special_after(ANSWER, USER)
@@ -330,7 +336,8 @@ class ChatTemplate:
         self.stops = {*stops, self.answer_end, self.call_end}
 
     def _special_after(self, *messages):
-        """Returns the special tokens after the first word of messages, which follow a user's."""
+        """Returns the special tokens between the first word of messages, which follow a user's, and
+        the next word or the end."""
         chat = [USER, *messages]
         if self.problem(chat):
             return []
@@ -347,8 +354,8 @@ class ChatTemplate:
         """Sets what the template writes around a thought and an answer.
 
         thought_pattern: finds a thought that special tokens enclose in place of think_tags, in
-            gpt-oss "<|channel|>analysis<|message|>(.*?)<|end|>"; else None.
-        channel: the first of these tokens, or "".
+            gpt-oss "<|channel|>analysis<|message|>(.*?)<|end|><|start|>assistant"; else None.
+        channel: the special token that begins such a thought, which tools.py cuts from calls; or "".
         after_thought: what is between think_tags and an answer, such as "\\n\\n"."""
         self.before_answer = self.after_answer = self.after_thought = self.channel = ""
         self.thought_pattern = None
@@ -358,8 +365,9 @@ class ChatTemplate:
         written = self.turn_text(answer).partition(answer["content"])
         self.before_answer, _, self.after_answer = written
 
-        is_beside_calls = self.hides_thoughts and not self.hides_thoughts_beside_calls  # Gemma 4
-        (turn,) = _in_words([CALL_AFTER_THOUGHT if is_beside_calls else THOUGHT])
+        # Gemma 4 writes thoughts in turns with calls alone.
+        only_beside_calls = self.lacks_thoughts and not self.lacks_thoughts_beside_calls
+        (turn,) = _in_words([CALL_AFTER_THOUGHT if only_beside_calls else THOUGHT])
         before, _, after = self.turn_text(turn).partition(turn["reasoning_content"])
         after = WORD.split(after)[0]  # up to the answer or the call
         first_tokens = self.texts.special_starts.findall(before)
@@ -367,7 +375,7 @@ class ChatTemplate:
         if first_tokens and last_tokens and self.think_end not in after:
             self.channel = first_tokens[0]
             end = after.removesuffix(self.before_answer)
-            if is_beside_calls:  # a call follows the first special token
+            if only_beside_calls:  # what follows the first special token is the call
                 end = after.partition(last_tokens[0])[0] + last_tokens[0]
             begin, end = re.escape(before.strip()), re.escape(end.strip())
             self.thought_pattern = re.compile(f"{begin}(.*?)(?:{end}|$)", re.DOTALL)
@@ -547,8 +555,9 @@ class ChatTemplate:
 def _difference(prompt, text):
     """Returns what a text has after the part that it shares with a prompt.
 
-    R1's prompt may open a thought that its history lacks: "U: 2+2 A: <think>" shares "U: 2+2 A: "
-    with "U: 2+2 A: 4<EOS>", or, with "U: 2+2 A: <tool>1", not the "<" of two different tokens."""
+    R1's prompt may open a thought that its history lacks: "U: 2+2 A: <think>" and
+    "U: 2+2 A: 4<EOS>" share "U: 2+2 A: ". In "U: 2+2 A: <tool>1" they also have a "<" in common,
+    which does not count, because it begins two different tokens."""
     n = len(commonprefix([prompt, text]))
     if n < len(prompt):
         begun_token = r"[<[][^]<>[\s]*$"
