@@ -355,7 +355,7 @@ class ChatTemplate:
 
         thought_pattern: finds a thought that special tokens enclose in place of think_tags, in
             gpt-oss "<|channel|>analysis<|message|>(.*?)<|end|><|start|>assistant"; else None.
-        channel: the special token that begins such a thought, which tools.py cuts from calls; or "".
+        channel: the special token that begins such a thought, or "". tools.py cuts it from calls.
         after_thought: what is between think_tags and an answer, such as "\\n\\n"."""
         self.before_answer = self.after_answer = self.after_thought = self.channel = ""
         self.thought_pattern = None
