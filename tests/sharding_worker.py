@@ -131,6 +131,7 @@ if __name__ == "__main__":
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=4,
+        max_restarts=0,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         start_method="fork",
