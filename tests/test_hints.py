@@ -13,7 +13,7 @@ import losses
 import train
 from agent_loop import AgentLoopOutput, render
 from examples import calculator
-from flatrl.hints import tell, told_prompt
+from flatrl.hints import tell
 from flatrl.metrics import Clock
 from rollout import Rollouts
 from train import Args
@@ -26,12 +26,6 @@ TOLD = [SYSTEM, user("1+1?\n\nIt is 2.")]
 def output_of(prompt_ids: list[int], **names) -> AgentLoopOutput:
     extra = {"prompt": 0, "sample": 0, "segment": 0, **names}
     return conftest.output_of([1, 1], prompt_ids, [7, 8], extra=extra)
-
-
-def test_the_hint_follows_a_prompt_in_parts():
-    parts = [{"type": "image"}, {"type": "text", "text": "1+1?"}]
-    told = told_prompt({"prompt": [user(parts)], "hint": "2"})
-    assert told[0]["content"] == [*parts, {"type": "text", "text": "\n\n2"}]
 
 
 @pytest.mark.parametrize("has_tools", [False, True])
