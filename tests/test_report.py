@@ -54,7 +54,7 @@ def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(t
 
 
 def test_a_trajectory_has_its_tokens_with_their_advantages(tmp_path, tokenizer):
-    ids = tokenizer.encode(f"abc{tokenizer.eos_token}ab", add_special_tokens=False)
+    ids = tokenizer.encode(f"aé{tokenizer.eos_token}ab", add_special_tokens=False)
     reward = {"score": 1.0, "form": 0.5}
     how = dict(ids=ids, logprob=-0.5)
     outputs = [
@@ -74,17 +74,8 @@ def test_a_trajectory_has_its_tokens_with_their_advantages(tmp_path, tokenizer):
         "kind": "step", "step": 2, "prompt": 4, "sample": 0, "segment": 0, "unit": "", "marks": [],
         "text": "".join(token_texts(tokenizer, [1, 2])), "n_prompt": 2, "stop": "stop", "turns": 0,
         "reward": 1.25, "parts": reward, "turn_rewards": [[1, 0.25]],
-        "tokens": ["a", "b", "c", tokenizer.eos_token, "a", "b"], "mask": [1, 1, 0, 0, 0, 1],
+        "tokens": ["a", "", "é", tokenizer.eos_token, "a", "b"], "mask": [1, 1, 0, 0, 0, 1],
         "logprobs": [-0.5, -0.5, 0.0, 0.0, 0.0, -0.5], "advantages": [0.5, 1.5, -2.0],
     }  # fmt: skip
     assert (alike["advantages"], alike["stop"], alike["marks"]) == (0.125, "length", [])
     assert (greedy["advantages"], greedy["marks"]) == (None, ["greedy"])
-
-
-def test_tokens_that_are_parts_of_a_character_are_joined(tokenizer):
-    text = "a é漢 b" + tokenizer.eos_token
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    texts = token_texts(tokenizer, ids)
-    assert "".join(texts) == text and len(texts) == len(ids)
-    assert "" in texts and "\ufffd" not in "".join(texts)
-    assert token_texts(None, [7, 8]) == ["⟨7⟩", "⟨8⟩"]
