@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from data import load_task
 from examples import calculator, environments
 from examples.tiny_models import build_from_demonstrations
-from flatrl.bad_input import BadInput
 from rollout import set_rewards
 
 
@@ -50,7 +49,6 @@ def test_the_calculator():
     (gsm8k, "so\n####  72 apples, not 80\n", {"score": 1.0, "format": 1.0}),
     (gsm8k, "#### 72\n#### 71", {"score": 0.0, "format": 1.0}),
     (retool, "We add.\nAnswer: $\\boxed{72}$.", 1.0),
-    (gsm8k, None, {"score": 0.0, "format": 0.0}),
 ])  # fmt: skip
 def test_the_reward_of_an_answer(task, text, reward):
     output = SimpleNamespace(messages=[{"role": "assistant", "content": text}])
@@ -130,13 +128,6 @@ def test_a_judge(monkeypatch, tokenizer):
 
 
 # ---------------------------------------------------------------- tiny_models.py
-
-
-@pytest.mark.parametrize("demonstration", [["8", "9"], "8<|im_end|>9", None, "8" * 2000])
-def test_what_can_not_be_played_names_its_row(demonstration, tmp_path):
-    row = {"prompt": "7", "demonstration": demonstration}
-    with pytest.raises(BadInput, match="row 0"):
-        build_from_demonstrations(tmp_path, SimpleNamespace(), [row])
 
 
 def test_a_model_learns_its_demonstrations(tmp_path):

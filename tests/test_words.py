@@ -13,7 +13,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from agent_loop import chat_template, render, visible_text
-from flatrl.rows import check_row
 
 
 def add(tokenizer, tokens, special=False) -> None:
@@ -165,8 +164,3 @@ def test_a_reward_reads_the_special_tokens_of_an_answer(tokenizer):
     n_sampled = len(encode(other, f"{said}<|im_end|>"))
     mask = [1] * n_sampled + [0] * (len(ids) - n_sampled)
     assert visible_text(other, ids, mask) == f"{said}\nuser\n"
-
-
-def test_a_rows_texts_are_made_fit_for_a_tokenizer():
-    row = check_row({"prompt": "so \ud83d\ufdd0"}, "prompt", 0, "row 0")
-    assert row["prompt"][0]["content"] == "so ?"
