@@ -1,7 +1,7 @@
 """Chat templates of six models, rebuilt in small, with their special tokens and stop ids.
 
-They raise, trim, drop and rewrite like the originals. Only the fixed instructions about tools are
-shorter. KINDS has templates of one unusual habit each."""
+They raise, trim, drop and rewrite like the originals, take no system prompt, and have shorter
+instructions about tools. KINDS has templates of one unusual habit each."""
 
 # ruff: noqa: E501  a line of a template is a line
 
@@ -11,17 +11,14 @@ from dataclasses import dataclass
 from tokenizers import AddedToken
 
 # Drops reasoning before the user's last question. The last message always has a think block. If it
-# is empty, it disappears when other messages follow. A content with </think> is split into
-# reasoning and content. The tools' answers share one user turn. The text about tools has tags.
+# is empty, it disappears when other messages follow. The tools' answers share one user turn. The
+# text about tools has tags.
 QWEN3 = r"""
 {%- if tools %}
-    {{- '<|im_start|>system\n' + (messages[0].content + '\n\n' if messages[0].role == 'system' else '') }}
-    {{- '# Tools\n\n<tools>' }}
+    {{- '<|im_start|>system\n# Tools\n\n<tools>' }}
     {%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}
     {{- '\n</tools>\n\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
     {{- '<|im_end|>\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
 {%- endif %}
 {%- set ns = namespace(last=messages | length - 1, seen=false) %}
 {%- for m in messages[::-1] %}
@@ -31,14 +28,10 @@ QWEN3 = r"""
 {%- endfor %}
 {%- for m in messages %}
     {%- set content = m.content if m.content is string else '' %}
-    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}
+    {%- if m.role == 'user' %}
+        {{- '<|im_start|>user\n' + content + '<|im_end|>\n' }}
     {%- elif m.role == 'assistant' %}
         {%- set reasoning = m.reasoning_content if m.reasoning_content is string else '' %}
-        {%- if m.reasoning_content is not string and '</think>' in content %}
-            {%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-        {%- endif %}
         {%- if loop.index0 > ns.last and (loop.last or reasoning) %}
             {{- '<|im_start|>assistant\n<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
         {%- else %}
@@ -63,12 +56,8 @@ QWEN3 = r"""
 # Raises for more than one call in a message, and drops the text beside a call. Trims contents,
 # writes tool answers as JSON, and puts the tools into the first user message. The date is constant.
 LLAMA31 = r"""
-{%- set system = '' %}
-{%- if messages[0].role == 'system' %}
-    {%- set system = messages[0].content | trim %}{%- set messages = messages[1:] %}
-{%- endif %}
 {{- bos_token + '<|start_header_id|>system<|end_header_id|>\n\n' + ('Environment: ipython\n' if tools is not none else '') }}
-{{- 'Today Date: 26 Jul 2024\n\n' + system + '<|eot_id|>' }}
+{{- 'Today Date: 26 Jul 2024\n\n<|eot_id|>' }}
 {%- if tools is not none %}
     {{- '<|start_header_id|>user<|end_header_id|>\n\nRespond in the format {"name": function name, "parameters": dictionary}.\n\n' }}
     {%- for tool in tools %}{{- (tool | tojson(indent=4)) + '\n\n' }}{%- endfor %}
@@ -89,22 +78,18 @@ LLAMA31 = r"""
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
 """
 
-# Tools stand before the LAST question. The system prompt is written only if the last message is a
-# question, and in that one. Raises unless ids of calls, which are shown, have nine characters.
-# Drops the text beside a call. There is no generation prompt.
+# Tools stand before the LAST question. Raises unless ids of calls, which are shown, have nine
+# characters. Drops the text beside a call. There is no generation prompt.
 MISTRAL03 = r"""
-{%- set has_system = messages[0].role == 'system' %}
-{%- set system = messages[0].content + '\n\n' if has_system else '' %}
-{%- set messages = messages[1:] if has_system else messages %}
 {%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
 {%- for m in messages if m.role != 'tool' and not (m.tool_calls is defined and m.tool_calls is not none) %}
-    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('After the optional system message, conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
 {%- endfor %}
 {{- bos_token }}
 {%- for m in messages %}
     {%- if m.role == 'user' %}
         {%- if tools is not none and m == users[-1] %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
-        {{- '[INST] ' + (system if loop.last else '') + m.content + '[/INST]' }}
+        {{- '[INST] ' + m.content + '[/INST]' }}
     {%- elif m.tool_calls is defined and m.tool_calls is not none %}
         {{- '[TOOL_CALLS] [' }}
         {%- for call in m.tool_calls %}
@@ -135,7 +120,7 @@ GLM4 = r"""
 {%- for m in messages %}
     {%- set content = m.content | string %}
     {%- if m.role == 'user' %}
-        {{- '<|user|>\n' + content + ('/nothink' if enable_thinking is defined and not enable_thinking and not content.endswith('/nothink') else '') }}
+        {{- '<|user|>\n' + content }}
     {%- elif m.role == 'assistant' %}
         {%- set reasoning = m.reasoning_content if m.reasoning_content is string else '' %}
         {{- '<|assistant|>\n<think>' + (reasoning.strip() if loop.index0 > ns.last else '') + '</think>' + ('\n' + content.strip() if content.strip() else '') }}
@@ -147,11 +132,9 @@ GLM4 = r"""
     {%- elif m.role == 'tool' %}
         {{- '<|observation|>' if loop.first or loop.previtem.role != 'tool' }}
         {{- '\n<tool_response>\n' + content + '\n</tool_response>' }}
-    {%- elif m.role == 'system' %}
-        {{- '<|system|>\n' + content }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>' + ('\n<think></think>' if enable_thinking is defined and not enable_thinking else '') }}{%- endif %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
 """
 
 # Silently drops tools and calls, and accepts any role.
@@ -167,11 +150,9 @@ CHATML = r"""
 GPT_OSS = r"""
 {{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '\n\n# Valid channels: analysis, commentary, final.' }}
 {{- ('\nCalls to these tools must go to the commentary channel: \'functions\'.' if tools else '') + '<|end|>' }}
-{%- set developer = messages[0].content if messages[0].role in ('system', 'developer') else '' %}
-{%- set messages = messages[1:] if messages[0].role in ('system', 'developer') else messages %}
-{%- if developer or tools %}
-    {{- '<|start|>developer<|message|>' + developer + ('\n\n# Tools\n\n' if tools else '') }}
-    {%- for tool in tools or [] %}{{- (tool.function | tojson) + '\n\n' }}{%- endfor %}
+{%- if tools %}
+    {{- '<|start|>developer<|message|># Tools\n\n' }}
+    {%- for tool in tools %}{{- (tool.function | tojson) + '\n\n' }}{%- endfor %}
     {{- '<|end|>' }}
 {%- endif %}
 {%- set ns = namespace(name=none) %}
@@ -236,7 +217,7 @@ LLAMA3_STOPS = "<|eot_id|> <|eom_id|> <|end_of_text|>"
 LLAMA3 = f"<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|python_tag|> {LLAMA3_STOPS}"
 TOOLS = "[AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
 MISTRAL3 = f"<s> </s> [INST] [/INST] {TOOLS}"
-GLM = "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> /nothink"
+GLM = "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>"
 GLM_STOPS = "<|endoftext|> <|user|> <|observation|>"
 GLM_MARKUP = THINK + " <arg_key> </arg_key> <arg_value> </arg_value>"
 OSS_STOPS = "<|return|> <|endoftext|> <|call|>"
