@@ -40,10 +40,6 @@ def make(seed=0, B=5, T=7, dtype=torch.float64):
     return x
 
 
-def columns(x, *names):
-    return [x[name] for name in names]
-
-
 def grad_of(output, *inputs):
     """The gradients of a weighted sum. The weights differ, so that no place stands for another."""
     weights = torch.linspace(0.5, 2, output.numel(), dtype=output.dtype)
@@ -55,7 +51,7 @@ def grad_of(output, *inputs):
 def test_gae_over_the_tokens_of_the_policy(gamma, lam, turn_discount):
     x = make(1)
     x["values"].requires_grad_()
-    got = losses.gae(*columns(x, "rewards", "values", "mask"), gamma, lam, turn_discount)
+    got = losses.gae(x["rewards"], x["values"], x["mask"], gamma, lam, turn_discount)
     want = torch.zeros(5, 7, dtype=torch.float64)
     for b, on in enumerate(x["mask"]):
         places = on.nonzero().flatten().tolist()
@@ -140,7 +136,7 @@ def formula(kind, new, old, advantages, low, high, clip_c):
 def test_policy_loss_and_its_gradient(kind, clips):
     x = make(2)
     mask = x["mask"]
-    inputs = columns(x, "logprobs", "logprobs_old", "advantages")
+    inputs = [x[name] for name in POLICY.split()]
     want = torch.zeros_like(inputs[0])
     for column in inputs:
         column.requires_grad_()
@@ -233,7 +229,8 @@ def test_kl_estimates():
 @pytest.mark.parametrize("counts", [{}, {"n_tokens": 100, "n_seqs": t(9), "max_len": 64}])
 @pytest.mark.parametrize("mode", losses.AGGREGATIONS)
 def test_aggregate(mode, counts):
-    values, mask = columns(make(8), "values", "mask")
+    x = make(8)
+    values, mask = x["values"], x["mask"]
     rows = [row[on].tolist() for row, on in zip(values, mask) if on.any()]
     total = sum(map(sum, rows))
     n_seqs = counts.get("n_seqs", len(rows))

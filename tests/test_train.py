@@ -188,8 +188,7 @@ def test_a_model_is_evaluated_and_teaches_another(train_here, tmp_path):
     best = max(evals, key=evals.get)
     saved = {path.name for path in (teacher / "checkpoints").iterdir()}
     assert saved == {f"step_00000{best}", "step_000002"}
-    said = f"the best saved checkpoint is {teacher}/checkpoints/step_00000{best}"
-    assert said in printed
+    assert f"the best saved checkpoint is {teacher}/checkpoints/step_00000{best}" in printed
     assert {f"eval/pass@{j}" for j in (1, 2, 3)} < set(rows[0])
     assert lines(teacher / "rollouts/eval_000000.jsonl") == 3 * 8
 
