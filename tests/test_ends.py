@@ -172,7 +172,7 @@ def assigned(stream):
     assigned,
     lambda stream: mock.patch("sys.stdout", stream),
 ], ids=["redirect", "assignment", "mock.patch"])  # fmt: skip
-def test_what_code_prints_is_its_own(replace):
+def test_what_code_prints_and_reads_is_its_own(replace):
     here = threading.Barrier(2)
 
     def says(word):
@@ -187,23 +187,15 @@ def test_what_code_prints_is_its_own(replace):
                 WORKERS.submit(print, "worker for", word).result()
                 here.wait(HANGS)
             print("after", word)
-        return said.getvalue(), around.getvalue()
+        with mock.patch("sys.stdin", io.StringIO(f"{word}\n{word}")):
+            here.wait(HANGS)
+            read = input() + sys.stdin.read()
+        return said.getvalue(), around.getvalue(), read
 
     before = sys.stdout
     both = [f"{word}\nchild of {word}\nworker for {word}\n" for word in "ab"]
-    assert in_threads(says, "a", "b") == [*zip(both, ["after a\n", "after b\n"])]
+    assert in_threads(says, "a", "b") == [*zip(both, ["after a\n", "after b\n"], ["aa", "bb"])]
     assert sys.stdout is before
-
-
-def test_what_code_reads_is_its_own():
-    here = threading.Barrier(2)
-
-    def reads(word):
-        with mock.patch("sys.stdin", io.StringIO(f"{word}\n{word}")):
-            here.wait(HANGS)
-            return input() + sys.stdin.read()
-
-    assert in_threads(reads, "a", "b") == ["aa", "bb"]
 
 
 def test_a_thread_has_no_say_in_how_others_tokenise(tokenizer):
