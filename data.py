@@ -18,7 +18,7 @@ import functools
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -137,26 +137,18 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     if not rows:
         return rows
     chat_tokenizer = with_template_variables(tokenizer, args.chat_template_args)
-    limit = args.max_prompt_tokens
-
-    def length_of(row: dict) -> int:
-        return _checked_length(row, chat_tokenizer, task, args, processor)
-
-    side = args.prompt_truncate_side
-    if side != "none":
+    context = chat_tokenizer, task, args, processor
+    if args.prompt_truncate_side != "none":
         given = rows
-
-        def shortened(number: int) -> dict:
-            return _shorten_prompt(given[number], limit, length_of, chat_tokenizer, side)
-
-        rows = Rows(shortened, range(len(given)))
+        rows = Rows(lambda number: _shorten_prompt(given[number], *context), range(len(given)))
 
     def check_all() -> np.ndarray:
-        lengths = [length_of(row) for row in Bar(rows, "prompts")]
+        lengths = [_checked_length(row, *context) for row in Bar(rows, "prompts")]
         check_tokenizer(tokenizer, chat_tokenizer, rows[0], task, args)
         return np.array(lengths)
 
     lengths = on_main(check_all)
+    limit = args.max_prompt_tokens
     fitting = np.flatnonzero(lengths <= limit)
     need(
         len(fitting),
@@ -167,8 +159,8 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     return Rows(rows.__getitem__, fitting)
 
 
-def _shorten_prompt(row: dict, limit: int, length_of: Callable, tokenizer, side: str) -> dict:
-    """Shortens texts of a prompt in place, the longest first, until it has `limit` tokens."""
+def _shorten_prompt(row: dict, tokenizer, task, args, processor) -> dict:
+    """Shortens texts of a prompt in place, the longest first, to args.max_prompt_tokens tokens."""
 
     def n_tokens(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
@@ -183,10 +175,10 @@ def _shorten_prompt(row: dict, limit: int, length_of: Callable, tokenizer, side:
 
     texts.sort(key=lambda text: len(text[0][text[1]]), reverse=True)
     for holder, key in texts:
-        excess = length_of(row) - limit
+        excess = _checked_length(row, tokenizer, task, args, processor) - args.max_prompt_tokens
         n_kept = n_tokens(holder[key]) - excess - n_tokens("...")
         if excess > 0 and n_kept > 0:
-            holder[key] = shorten(holder[key], n_kept, side, tokenizer)
+            holder[key] = shorten(holder[key], n_kept, args.prompt_truncate_side, tokenizer)
     return row
 
 

@@ -19,7 +19,7 @@ import math
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -198,29 +198,25 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
     kl_is_in_reward = args.kl_coef and args.kl_in == "reward"
     asked = {"logprobs_old", "entropy"} & {*args.estimator_takes}
     if has_several_updates or only_critic_learns or kl_is_in_reward or asked:
-        names = ["logprobs", "entropy"] if "entropy" in asked else ["logprobs"]
-        scores = score_tokens(run.policy.net, batch, args, names)
-        batch["logprobs_old"] = scores.pop("logprobs")
-        batch.update(scores)
+        scores = score_tokens(run.policy.net, batch, args)
+        batch["logprobs_old"] = scores["logprobs"]
+        batch["entropy"] = scores["entropy"]
         run.clock.lap("logprobs_old")
     if run.reference:
         seen = batch.get("hinted", batch)  # the same responses, after prompts with hints
-        names = ["logprobs"]
+        scores = score_tokens(run.reference, seen, args, args.kl_top)
+        batch["logprobs_ref"] = scores["logprobs"]
         if args.kl_top:
-            names += ["top_logprobs", "top_ids"]
-        scores = score_tokens(run.reference, seen, args, names, args.kl_top)
-        batch["logprobs_ref"] = scores.pop("logprobs")
-        batch.update({f"ref_{name}": values for name, values in scores.items()})
+            batch["ref_top_ids"] = scores["top_ids"]
+            batch["ref_top_logprobs"] = scores["top_logprobs"]
         run.clock.lap("logprobs_ref")
     if run.critic:
-        batch.update(score_tokens(run.critic.net, batch, args, ["values"]))
+        batch.update(score_tokens(run.critic.net, batch, args))
         run.clock.lap("values")
 
 
 @torch.no_grad()
-def score_tokens(
-    net: "Net", batch: dict, args: Args, names: Sequence[str] = ("logprobs",), top_k: int = 0
-) -> dict[str, BT]:
+def score_tokens(net: "Net", batch: dict, args: Args, top_k: int = 0) -> dict[str, BT]:
     """Returns scores of all sampled tokens by name, as `Net.forward` does for a micro-batch.
 
     Each rank scores a share, and gets the scores of all. top_k: see `data.pack_rows`."""
@@ -229,11 +225,10 @@ def score_tokens(
         batch, range(len(mask)), args.tokens_per_micro_batch, net.is_packed
     )
     # Scores stay on the device until all are computed, because reading them would wait for it.
-    scores = {name: [] for name in names}  # of each micro-batch
+    scores = defaultdict(list)  # by name, of each micro-batch
     for micro in Bar(micro_batches, "scoring"):
-        scores_of_micro = net(net.pack(batch, micro, top_k))
-        for name in names:
-            scores[name].append(scores_of_micro[name])
+        for name, values in net(net.pack(batch, micro, top_k)).items():
+            scores[name].append(values)
     # Rows of other ranks are 0, so the sum over ranks has the scores of all.
     return {
         name: all_sum(scatter_to_rows(mask.shape, micro_batches, values))
@@ -767,30 +762,26 @@ def make_optimizers(
     return optimizers
 
 
+@dataclass(eq=False)
 class Learner:
     """A network with its optimisers.
 
-    name: "actor" or "critic", the first part of its metrics' names. wrapped: the net in DDP or
-    FSDP; call this one when you need gradients. num_steps: the steps in which it learns."""
+    wrapped: the net in DDP or FSDP; call this one when you need gradients."""
 
-    def __init__(
-        self,
-        net: "Net",
-        lr: float,
-        num_steps: int,
-        args: Args,
-        accelerator,
-        name: str = "actor",
-        task: ModuleType | None = None,
-    ):
-        self.name = name
-        self.net = net
-        self.num_steps = num_steps
-        self.args = args
-        self.accelerator = accelerator
-        self.wrapped = wrap(net, args, accelerator)
-        layers.set_master_dtype(net, args)
-        self.optimizers = make_optimizers(net, lr, args, accelerator.device, task)
+    net: Net
+    lr: float  # before the schedule
+    num_steps: int  # in which it learns
+    args: Args
+    accelerator: Accelerator
+    name: str = "actor"  # or "critic": the first part of its metrics' names
+    task: ModuleType | None = None  # which may define the optimisers
+
+    def __post_init__(self):
+        args = self.args
+        device = self.accelerator.device
+        self.wrapped = wrap(self.net, args, self.accelerator)
+        layers.set_master_dtype(self.net, args)
+        self.optimizers = make_optimizers(self.net, self.lr, args, device, self.task)
         self.rates = [group["lr"] for group in self.groups]  # before the schedule
         self.n_updates = 0
 

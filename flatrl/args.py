@@ -423,7 +423,8 @@ def check_registered(args: Args):
     check_value("policy_loss", args.policy_loss,
                 (*losses.OBJECTIVES, "or your own, by @objective in the task file"))
     need(args.group_size > 1 or "groups" not in args.estimator_takes,
-         f"--adv_estimator {args.adv_estimator} compares the rollouts of a prompt: --group_size 2")
+         f"--adv_estimator {args.adv_estimator} compares the rollouts of a prompt: "
+         "--group_size must be at least 2")
     need(args.algo != "ppo" or "values" in args.estimator_takes,
          f"--algo ppo with --adv_estimator {args.adv_estimator} would train no critic")
     need(not args.critic_warmup or "values" in args.estimator_takes,

@@ -69,19 +69,15 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     stop_reasons = Counter(last.stop_reason for *_, last in rollouts)
     result = {f"stop_reason/{reason}": count / n for reason, count in stop_reasons.items()}
 
-    sums = []
-    for rollout in rollouts:
-        sums.append(Counter())
-        for output in rollout:
-            sums[-1].update(numeric_entries(output.metrics))
+    totals = Counter()
+    for output in outputs:
+        totals.update(numeric_entries(output.metrics))
     for name in ("generate_s", "tool_s"):
-        seconds = [of_rollout.pop(name, 0.0) for of_rollout in sums]
+        seconds = [sum(output.metrics.get(name, 0.0) for output in each) for each in rollouts]
         result[f"timing/{name}_min"] = min(seconds)
         result[f"timing/{name}_mean"] = fmean(seconds)
         result[f"timing/{name}_max"] = max(seconds)
-    totals = Counter()
-    for of_rollout in sums:
-        totals.update(of_rollout)
+        totals.pop(name, None)
     for name, total in sorted(totals.items()):
         result[f"rollout/{name}"] = total / n
 

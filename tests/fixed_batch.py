@@ -80,9 +80,8 @@ def gradients(
     policy, optimizer = learner.wrapped, torch.optim.SGD(learner.net.parameters(), lr=0.1)
     learner.optimizers = [optimizer]
     if args.kl_top:  # the teacher is the policy, and less sure
-        names = ["top_logprobs", "top_ids"]
-        scores = train.score_tokens(learner.net, batch, args, names, args.kl_top)
-        batch |= {f"ref_{name}": values for name, values in scores.items()}
+        scores = train.score_tokens(learner.net, batch, args, args.kl_top)
+        batch |= {f"ref_{name}": scores[name] for name in ("top_logprobs", "top_ids")}
         batch["ref_top_logprobs"] -= torch.rand(scores["top_ids"].shape, generator=generator)
     batch["logprobs_old"] = train.score_tokens(learner.net, batch, args)["logprobs"]
     batch["logprobs_old"] += 0.3 * torch.randn(shape, generator=generator)  # some are clipped
