@@ -320,10 +320,8 @@ LATE |= {"tool_calls/notes": 1, "tool_timeouts/notes": 1}
 # name: (what the model says, what the tool "notes" answers, what the model reads, metrics)
 ERRORS = {
     "unknown tool": (call("subtract", a=1), None, r"subtract.*calculator", WRONG),
-    "malformed JSON": (SUM.replace("}", ""), None, "well-formed", WRONG),
     "a missing argument": (call(), None, "missing a required argument: 'expression'", NO_ARGUMENT),
     "raises": (call("notes"), OSError("the disk is full"), "the disk is full", RAISED),
-    "exits": (call("notes"), SystemExit(3), r"SystemExit\(3\)", RAISED),
     "cancels itself": (call("notes"), asyncio.CancelledError("by itself"), "by itself", RAISED),
     "a bad reward": (call("notes"), ("fine", math.nan, {}), "tool 'notes' .* got nan", RAISED),
     "late": (call("notes"), NEVER, f"notes took longer than {HANGS} seconds", LATE),

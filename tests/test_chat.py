@@ -113,7 +113,6 @@ def test_a_conversation_is_one_output(play, tokenizer, back):
 CHANGES = {
     "the user's": lambda history: history[1].update(content="What is 1+2?"),
     "the call": lambda history: setattr(history[2].tool_calls[0].function, "arguments", "{}"),
-    "cut": lambda history: history.pop(0),
     "tools": lambda history: None,
 }
 

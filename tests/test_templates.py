@@ -162,16 +162,6 @@ def test_an_answer_that_is_closed_before_its_end(tokenizer):
     assert template.read("2<|close|>", opened=False) == (None, "2")
 
 
-def test_a_call_that_a_stop_string_ended(tokenizer):
-    """The policy wrote what ends a call. So the suffix begins with the stop token, or forks."""
-    calls, result = A_CALL
-    given = [*PROMPT, calls], [result], None
-    ids = template_of("newline after calls", tokenizer).suffix(*given)
-    assert tokenizer.decode(ids) == f"{END}\n<|im_start|>tool\n3{END}\n{ASSISTANT}"
-    with pytest.raises(RewritesHistory):
-        template_of("ids of earlier calls", tokenizer).suffix(*given)
-
-
 def test_a_tools_block_that_vanishes_forks_with_the_next_question_alone(tokenizer):
     """As Mistral's, which writes tools before the last question."""
     template = template_of("mistral0.3", tokenizer)
