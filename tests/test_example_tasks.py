@@ -1,19 +1,15 @@
-"""Tasks in examples/: their rewards, units, environments, judge and models."""
+"""Tasks in examples/: their rewards, units, environments and judge."""
 
 import asyncio
-import random
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import REPO, output_of
 from test_agent_loop import END, call, rollout, said_by
 from test_chat import player
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from data import load_task
 from examples import calculator, environments
-from examples.tiny_models import build_from_demonstrations
 from rollout import set_rewards
 
 
@@ -125,23 +121,3 @@ def test_a_judge(monkeypatch, tokenizer):
     for part in ("user: What is rust?", "Rubric: Be right.", "Reference answer: Iron oxide."):
         assert text.count(part) == 1
     assert text.count("</answer_to_grade>") == 1  # the answer can't end its tag
-
-
-# ---------------------------------------------------------------- tiny_models.py
-
-
-def test_a_model_learns_its_demonstrations(tmp_path):
-    set_seed(0)
-    words = ["even", "odd"]
-    rows = [{"prompt": str(n % 10), "demonstration": words[n % 2]} for n in range(640)]
-    random.shuffle(rows)
-    build_from_demonstrations(tmp_path, SimpleNamespace(), rows, pieces=words, batch_size=16)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    chats = [[{"role": "user", "content": str(n)}] for n in range(10)]
-    batch = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    with torch.no_grad():
-        best = model(**batch).logits[:, -1].argmax(-1)
-    assert tokenizer.batch_decode(best[:, None]) == words * 5

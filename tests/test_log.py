@@ -2,10 +2,9 @@
 
 import itertools
 import statistics
-import threading
 
 import pytest
-from conftest import HANGS, output_of, rows_of
+from conftest import output_of, rows_of
 
 import data
 from agent_loop import AgentLoopOutput
@@ -44,23 +43,6 @@ def test_rollouts_are_a_line_each(tmp_path):
     *kept, third = rows_of(tmp_path / "run/rollouts/step_000005.jsonl")
     assert [line["extra"] for line in kept] == [x for x in places if x["prompt"] in (3, 7)]
     assert third == errors[0]
-
-
-def test_metrics_are_written_when_the_rollouts_are_on_disk(tmp_path, monkeypatch):
-    log = Log(Args(output_dir=str(tmp_path)), None, 0)
-    go_on = threading.Event()
-    log.writer.submit(go_on.wait, HANGS)
-    names = ["step_000001", "eval_000001"]
-    for name in names:
-        log.rollouts(name, [an_output()], [])  # does not wait
-    assert not list(tmp_path.glob("rollouts/*"))
-    written = []
-    monkeypatch.setattr(log, "_say_table_line", lambda row: written.extend(tmp_path.rglob("*_0*")))
-    go_on.set()
-    log.metrics({"step": 1})
-    assert sorted(path.stem for path in written) == sorted(names)
-    (row,) = rows_of(tmp_path / "metrics.jsonl")
-    assert row["step"] == 1 and row["timing/log_s"] > 0
 
 
 def test_rollouts_that_cannot_be_written_end_the_run(tmp_path):

@@ -26,8 +26,7 @@ def run_of(folder: Path, tokenizer=None) -> dict:
 
 
 def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(tmp_path):
-    about = {"command": ["train.py"], "git": "abc", "versions": {"torch": "2"}}
-    about["args"] = {"task": HOSTILE, "agent_args": "{}", "max_images": 4}
+    about = {"command": [], "git": "", "versions": {}, "args": {"task": HOSTILE}}
     (tmp_path / "args.json").write_text(json.dumps(about))
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0, "eval/reward": 0.5}\n'
@@ -41,10 +40,7 @@ def test_the_page_has_the_numbers_of_metrics_jsonl_and_hostile_text_stays_text(t
         "reward/mean": [None, 0.25, None],
         "timing/idle_s": [None, None, None],
     }
-    assert run["flags"] == {
-        "command": "train.py", "git": "abc", "torch": "2",
-        "--task": HOSTILE, "--agent_args": {"max_images": 4},
-    }  # fmt: skip
+    assert run["flags"]["--task"] == HOSTILE
 
     page = (tmp_path / "report.html").read_text()
     template = report.PAGE.read_text()

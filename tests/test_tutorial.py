@@ -5,15 +5,13 @@ import re
 import shlex
 import shutil
 
-import torch
 from conftest import REPO, SMALL_CACHE, metrics_of, run
 
-import losses
 from flatrl import report
 
 PAGE = (REPO / "docs/tutorial.md").read_text()
 COMMANDS = re.findall(r"^    accelerate launch (.*)$", PAGE.replace("\\\n", ""), re.MULTILINE)
-LIFT, ORDERS, MEDIAN = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+LIFT, ORDERS, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 ENGINE = {"enable_sleep_mode": False} | json.loads(SMALL_CACHE)  # it keeps its memory
 FEWER = ["--num_steps", "1", "--prompts_per_step", "2", "--group_size", "2", "--save_every", "0",
          "--engine_args", json.dumps(ENGINE)]  # fmt: skip
@@ -63,10 +61,3 @@ def test_a_tool_trains(train_here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train_here(*command_of("orders"), by=None)
     assert check(tmp_path / "runs/orders")["reward/demonstrations"] == 1  # the tool answered
-
-
-def test_the_estimator_of_the_tutorial(registries):
-    exec(MEDIAN.replace("from lift import *", ""), {})
-    rewards = torch.tensor([0.0, 0.5, 1.0, 3.0])
-    estimate = losses.ESTIMATORS["above_median"]
-    assert estimate(rewards, torch.tensor([0, 0, 0, 1])).tolist() == [0, 0, 0.5, 0]
