@@ -26,6 +26,7 @@ import copy
 import functools
 import inspect
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +38,7 @@ from uuid import uuid4
 import numpy as np
 
 # Task files import some of these names from here.
-from flatrl.bad_input import BadInput, text_of
+from flatrl.bad_input import BadInput, last_line, need, reason, text_of
 from flatrl.chat_template import (  # noqa: F401
     IN_TEXT,
     PROMPT_TAIL,
@@ -272,10 +273,10 @@ def agent_loop_class(row: dict, task, args) -> type:
 
     If both are None, it is the `default_agent`. Raises BadInput for an unknown name."""
     name = row.get("agent_name") or args.agent or default_agent(task)
-    if name not in AGENT_LOOPS:
-        raise BadInput(
-            f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add "
-            f"@register({name!r}) to the task")
+    need(
+        name in AGENT_LOOPS,
+        f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add "
+        f"@register({name!r}) to the task")
     return AGENT_LOOPS[name]
 
 
@@ -437,7 +438,6 @@ class AgentLoopBase:
         self.tokenizer = with_template_variables(tokenizer, self.args.chat_template_args)
         self.processor = processor
         self.task = task
-        self.tool_exceptions = {}  # by tool name, the first exception that it raised here
 
     async def run(self, sampling_params: dict, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Runs one rollout, and returns its output or outputs. Must be overridden.
@@ -758,7 +758,7 @@ class ToolAgentLoop(AgentLoopBase):
                 trajectory.count(f"{kind}/{name}")
                 if not isinstance(error, (CallTimeoutError, RefusedCallError)):
                     trajectory.count(f"tool_exceptions/{name}")
-                    self.tool_exceptions.setdefault(name, error)
+                    print_first_exception(name, error, self.task)
             return ToolResponse(f"Error: {text_of(error)}")
 
     def _content(self, trajectory, response):
@@ -928,6 +928,16 @@ class CompactingLoop(ToolAgentLoop):
 
 # ---------------------------------------------------------------- tools and interactions
 
+PRINTED = set()  # the tools whose first exception was printed in this process
+
+
+def print_first_exception(tool: str, error: BaseException, task):
+    """Prints the first exception of each tool in this process, with its line in the task file."""
+    if tool not in PRINTED:
+        PRINTED.add(tool)
+        where = last_line(error, getattr(task, "__file__", ""))
+        print(f"\nfirst exception of tool {tool!r}{where}: {reason(error)}", file=sys.stderr)
+
 
 class Tool:
     """A tool with state or resources, which a subclass keeps by request_id for each rollout.
@@ -999,14 +1009,12 @@ def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
     Raises BadInput for what can't be a tool, two tools of the same name, and an unknown key."""
     tools = {}
     for tool in map(as_tool, getattr(task, "TOOLS", None) or ()):
-        if tool.name in tools:
-            raise BadInput(f"two of the task's TOOLS have the same name, {tool.name!r}")
+        need(tool.name not in tools, f"two of the task's TOOLS have the same name, {tool.name!r}")
         tools[tool.name] = tool
     if not tools_kwargs:
         return tools
     unknown = sorted(tools_kwargs.keys() - tools)
-    if unknown:
-        raise BadInput(f"tools_kwargs names {unknown}, but the task's TOOLS are {sorted(tools)}")
+    need(not unknown, f"tools_kwargs names {unknown}, but the task's TOOLS are {sorted(tools)}")
     return {name: tool for name, tool in tools.items() if name in tools_kwargs}
 
 
@@ -1040,8 +1048,8 @@ def task_interaction(task, kwargs: dict) -> Interaction | None:
     name = kwargs.get("name")
     if name is None and len(interactions) < 2:
         return next(iter(interactions.values()), None)
-    if kwargs and name not in interactions:
-        raise BadInput(
-            f"interaction_kwargs names {name!r}, but needs a 'name' of the task's "
-            f"INTERACTIONS: {sorted(interactions)}")
+    need(
+        not kwargs or name in interactions,
+        f"interaction_kwargs names {name!r}, but needs a 'name' of the task's "
+        f"INTERACTIONS: {sorted(interactions)}")
     return interactions.get(name)

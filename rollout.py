@@ -50,9 +50,7 @@ from flatrl.bad_input import (
     NothingLeft,
     RunFailed,
     check_ids,
-    last_line,
     need,
-    reason,
     refusing,
 )
 from flatrl.compact import compact
@@ -650,7 +648,6 @@ async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list
         returned = await in_time(member.name, patience, loop.run(sampling_params, **row))
     finally:
         rollout_engine.close()
-        print_tool_exceptions(loop)
     outputs = list(returned) if isinstance(returned, list | tuple) else [returned]
     for segment, output in enumerate(outputs):
         if not isinstance(output, AgentLoopOutput):
@@ -669,18 +666,6 @@ async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list
     if outputs:
         outputs[-1].metrics["generate_s"] = rollout_engine.generate_s
     return outputs
-
-
-PRINTED_TOOLS = set()  # the tools whose first exception was printed in this process
-
-
-def print_tool_exceptions(loop: AgentLoopBase):
-    """Prints the first exception of each tool in this process, with its line in the task file."""
-    for name, error in loop.tool_exceptions.items():
-        if name not in PRINTED_TOOLS:
-            PRINTED_TOOLS.add(name)
-            where = last_line(error, getattr(loop.task, "__file__", ""))
-            print(f"\nfirst exception of tool {name!r}{where}: {reason(error)}", file=sys.stderr)
 
 
 def complete_output(output: AgentLoopOutput, segment: int, tokenizer, member: Member, row: dict):
