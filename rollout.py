@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
@@ -56,7 +56,7 @@ from flatrl.bad_input import (
 from flatrl.compact import compact
 from flatrl.hints import tell
 from flatrl.launch import Bar
-from flatrl.metrics import describe
+from flatrl.metrics import describe, grouped
 from flatrl.processes import (
     PATIENCE,
     Background,
@@ -697,9 +697,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
     function, or `reward`, returns for that output and a copy of the row. Raises ValueError if a
     reward is not finite, if a turn's reward is at no token, or if a unit has two rewards or groups,
     and BadReward if a reward is not a number, or if the task's function uses an alarm."""
-    units = defaultdict(list)
-    for output in outputs:
-        units[output.unit].append(output)
+    units = grouped([output.unit for output in outputs], outputs)
     for unit, outputs_of_unit in units.items():
         last = outputs_of_unit[-1]
         for output in outputs_of_unit:

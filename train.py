@@ -744,24 +744,6 @@ class Critic(Net):
         return {"values": values}
 
 
-def make_optimizers(
-    net: Net, lr: float, args: Args, device: torch.device, task: ModuleType | None
-) -> list[torch.optim.Optimizer]:
-    """Returns AdamW, or what the task's optimizer(model, args) returns: one or a list of several.
-
-    model: transformers' part of the net. Raises BadInput if they are no optimisers of torch."""
-    if not hasattr(task, "optimizer"):
-        is_cuda = device.type == "cuda"
-        return [torch.optim.AdamW(net.parameters(), lr, weight_decay=0.0, fused=is_cuda)]
-    with refusing(f"--task {args.task}: optimizer failed", args.task):
-        made = task.optimizer(net.model, args)
-    optimizers = made if isinstance(made, list) else [made]
-    for each in optimizers:
-        is_one = isinstance(each, torch.optim.Optimizer)
-        need(is_one, f"--task {args.task}: optimizer returned {each!r:.80}, no torch optimiser")
-    return optimizers
-
-
 @dataclass(eq=False)
 class Learner:
     """A network with its optimisers.
@@ -769,7 +751,7 @@ class Learner:
     wrapped: the net in DDP or FSDP; call this one when you need gradients."""
 
     net: Net
-    lr: float  # before the schedule
+    lr: float  # of AdamW, before the schedule
     num_steps: int  # in which it learns
     args: Args
     accelerator: Accelerator
@@ -777,13 +759,28 @@ class Learner:
     task: ModuleType | None = None  # which may define the optimisers
 
     def __post_init__(self):
-        args = self.args
-        device = self.accelerator.device
-        self.wrapped = wrap(self.net, args, self.accelerator)
-        layers.set_master_dtype(self.net, args)
-        self.optimizers = make_optimizers(self.net, self.lr, args, device, self.task)
+        self.wrapped = wrap(self.net, self.args, self.accelerator)
+        layers.set_master_dtype(self.net, self.args)
+        self.optimizers = self.make_optimizers()
         self.rates = [group["lr"] for group in self.groups]  # before the schedule
         self.n_updates = 0
+
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Returns AdamW, or what the task's optimizer(model, args) returns: one or several.
+
+        model: transformers' part of the net. Raises BadInput if they are no optimisers of torch."""
+        if not hasattr(self.task, "optimizer"):
+            is_cuda = self.accelerator.device.type == "cuda"
+            parameters = self.net.parameters()
+            return [torch.optim.AdamW(parameters, self.lr, weight_decay=0.0, fused=is_cuda)]
+        name = f"--task {self.args.task}: optimizer"
+        with refusing(f"{name} failed", self.args.task):
+            made = self.task.optimizer(self.net.model, self.args)
+        optimizers = made if isinstance(made, list) else [made]
+        for each in optimizers:
+            is_one = isinstance(each, torch.optim.Optimizer)
+            need(is_one, f"{name} returned {each!r:.80}, no torch optimiser")
+        return optimizers
 
     @property
     def groups(self) -> list[dict]:

@@ -21,13 +21,6 @@ def flag(default, help: str, choices=(), low: float = 0, high: float = math.inf,
     return field(default=default, metadata={"help": help, "group": group, "rules": rules})
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse's parser, which reports a mistake as BadInput instead of printing all flags."""
-
-    def error(self, message: str):
-        raise BadInput(message.removeprefix("argument "))
-
-
 def parse_flags(
     cls: type, argv: list[str] | None, hidden: list[str], defaults: dict, other_names: dict, **texts
 ):
@@ -36,7 +29,7 @@ def parse_flags(
     hidden: fields without a flag. defaults: those to show in --help where they depend on another
     flag. other_names: {name of a flag elsewhere: its name here}, for a hint. texts: for argparse's
     parser. Raises BadInput for a flag that is unknown, abbreviated or mistyped."""
-    parser = Parser(allow_abbrev=False, **texts)
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, **texts)
     group = parser
     names = []
     # The class's own fields come first, then those that it inherits.
@@ -53,7 +46,10 @@ def parse_flags(
         group.add_argument(f"--{entry.name}", default=entry.default, help=help, **kind)
         names.append(entry.name)
 
-    values, unknown = parser.parse_known_args(argv)
+    try:
+        values, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:  # argparse itself would print all flags
+        raise BadInput(str(error).removeprefix("argument ")) from None
     if unknown:
         name, _, _ = unknown[0].strip("-").partition("=")
         similar = difflib.get_close_matches(name, names, n=1)

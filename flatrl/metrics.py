@@ -163,11 +163,9 @@ def mean(x: Tensor) -> float:
 
 def means(rows: list[dict[str, float]]) -> dict[str, float]:
     """Returns the mean of each metric over the rows that have it."""
-    values = defaultdict(list)
-    for row in rows:
-        for name, value in row.items():
-            values[name].append(value)
-    return {name: fmean(of_name) for name, of_name in values.items()}
+    names = [name for row in rows for name in row]
+    values = [value for row in rows for value in row.values()]
+    return {name: fmean(of_name) for name, of_name in grouped(names, values).items()}
 
 
 def tokens_to_compare(batch: dict, version: int) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,9 @@
 import chat_templates
 import pytest
 
-from agent_loop import BadInput, as_tool, parse_tool_calls, split_reasoning
+from agent_loop import BadInput, as_tool, parse_tool_calls
 from examples import calculator
+from flatrl.chat_template import split_reasoning
 from flatrl.tools import PROBES, CallFormat, set_tool_calls
 from flatrl.tools import SCHEMAS as PROBED
 

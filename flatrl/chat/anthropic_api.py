@@ -29,27 +29,26 @@ CHANGING_LINE = r"(?im)^[ \t]*x-anthropic-billing-header:([ \t]*[\w-]+=[^;\s]*;?
 
 def chat_of(body: dict) -> dict:
     """Returns a Messages request as a chat request. Raises ValueError if there is none."""
-    translated = {"system", "messages", "tools", "tool_choice", "stop_sequences", "output_config"}
-    chat = {name: value for name, value in body.items() if name not in translated}
-    chat["messages"] = _messages(body)
+    chat = dict(body)
+    chat["messages"] = _messages(chat.pop("system", None), body["messages"])
     chat["tools"] = [_function(tool) for tool in body.get("tools") or ()]
-    chat["stop"] = body.get("stop_sequences")
+    chat["stop"] = chat.pop("stop_sequences", None)
 
     choice = body.get("tool_choice") or {"type": None}
     chat["tool_choice"] = choice["type"]
     chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
 
-    for name, value in (body.get("output_config") or {}).items():
+    for name, value in (chat.pop("output_config", None) or {}).items():
         chat[f"output_config.{name}"] = value
     return chat
 
 
-def _messages(body):
+def _messages(system, given):
     """Returns the system prompt and the messages of a request as chat messages."""
-    texts = [re.sub(CHANGING_LINE, "", block["text"]) for block in _blocks(body.get("system"))]
+    texts = [re.sub(CHANGING_LINE, "", block["text"]) for block in _blocks(system)]
     system = "".join(texts)
     messages = [{"role": "system", "content": system}] if system else []
-    for message in body["messages"]:
+    for message in given:
         messages += _chat_messages(message)
     if messages[-1]["role"] == "assistant":
         raise ValueError("not supported: a last message by the assistant, which prefills the reply")

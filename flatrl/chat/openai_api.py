@@ -88,25 +88,24 @@ def server_sent(events: Iterator[dict]) -> Iterator[str]:
 
 def chat_of(body: dict) -> dict:
     """Returns a Responses request as a chat request. Raises ValueError if there is none."""
-    translated = {"input", "instructions", "tools", "text", "max_output_tokens"}
-    chat = {name: value for name, value in body.items() if name not in translated}
-    chat["messages"] = _messages(body)
+    chat = dict(body)
+    chat["messages"] = _messages(chat.pop("input"), chat.pop("instructions", None))
     chat["tools"] = [_function(tool) for tool in body.get("tools") or ()]
-    text = body.get("text") or {}
+    text = chat.pop("text", None) or {}
     chat["verbosity"] = text.get("verbosity")
     chat["response_format"] = text.get("format")
-    chat["max_completion_tokens"] = body.get("max_output_tokens")
+    chat["max_completion_tokens"] = chat.pop("max_output_tokens", None)
     chat["include"] = set(body.get("include") or ()) - {"reasoning.encrypted_content"}
     return chat
 
 
-def _messages(body):
+def _messages(input, instructions):
     """Returns the input of a Responses request as chat messages."""
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
     try:
-        request = ResponsesRequest(input=body["input"], instructions=body.get("instructions"))
+        request = ResponsesRequest(input=input, instructions=instructions)
         return construct_input_messages(
             request_instructions=request.instructions, request_input=request.input
         )
