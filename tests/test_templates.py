@@ -345,13 +345,11 @@ def test_other_tags_also_where_they_are_special_tokens(tokenizer):
 # ---------------------------------------------------------------- what is refused or said before
 
 ADDS = {"role": "user", "content": "1+2?"}
-FEW_SHOT = [ADDS, *A_CALL, ADDS]
 # name: (what the template says of a message, the prompt, the words of the refusal)
 REFUSED = {
-    "calls of a prompt": ("m.content", FEW_SHOT, "role 'assistant' says"),
+    "calls of a prompt": ("m.content", [ADDS, *A_CALL, ADDS], "role 'assistant' says"),
     "an answer to continue": ("m.content", [ADDS, {"role": "assistant", "content": "3"}],
                               "ends the assistant's last message"),
-    "an unknown role": ("m.content", [{"role": "judge", "content": "Hm."}, ADDS], "role 'judge'"),
     "answers of tools": ("(m.content if m.role in ['user', 'assistant'] else '')",
                          [ADDS], "does not take a tool's answer: it leaves out"),
 }  # fmt: skip

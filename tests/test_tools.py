@@ -92,13 +92,9 @@ def test_arguments_become_what_the_hint_names(hint, value, got):
     assert read(taking(hint), x=value) == repr(got)
 
 
-@pytest.mark.parametrize("function, arguments, said", [
-    (pair, {}, r"^pair: missing a required argument: 'x' \(its arguments: x, y\)$"),
-    (taking(list[int]), {"x": [1, "a"]}, "^show: x.1: Input should be a valid integer"),
-])  # fmt: skip
-def test_wrong_arguments(function, arguments, said):
-    with pytest.raises(RefusedCallError, match=said):
-        read(function, **arguments)
+def test_a_wrong_argument():
+    with pytest.raises(RefusedCallError, match="^show: x.1: Input should be a valid integer"):
+        read(taking(list[int]), x=[1, "a"])
 
 
 # ---------------------------------------------------------------- results
