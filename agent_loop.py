@@ -48,6 +48,7 @@ from flatrl.chat_template import (  # noqa: F401
     chat_template,
     function_call,
     render,
+    split_reasoning,
     with_template_variables,
 )
 from flatrl.compact import Numbers, compact

@@ -60,13 +60,22 @@ def test_command(command):
         train.check_args(train.parse_args(words[words.index("train.py") + 1 :]))
 
 
+def anchors(page: Path) -> set[str]:
+    """GitHub's names of a page's headings."""
+    text = outside_and_inside_code(page)[0]
+    titles = [line.lstrip("# ").lower() for line in text if re.match(r"#+ ", line)]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links(page):
     text = "\n".join(outside_and_inside_code(page)[0])
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        file = target.partition("#")[0]
-        if file and not target.startswith("http"):
-            assert (page.parent / file).is_file(), target
+        file, _, anchor = target.partition("#")
+        linked = page.parent / file if file else page
+        if not target.startswith("http"):
+            assert linked.is_file(), target
+            assert not anchor or anchor in anchors(linked), target
 
 
 def test_the_readmes_task_loads_with_the_loops_of_the_docs(tmp_path, monkeypatch):
@@ -79,5 +88,8 @@ def test_the_readmes_task_loads_with_the_loops_of_the_docs(tmp_path, monkeypatch
     assert data.load_rows(task, "train") and data.load_rows(task, "val")
 
 
-def test_the_tables_of_the_pages_are_those_of_the_records():
+def test_the_tables_of_the_pages_are_those_of_the_records(tmp_path):
     assert pages.write_tables(pages.PAGES, only_check=True) == 0
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results: quick_start -->\nold\n<!-- end -->\n")
+    assert pages.write_tables([page], only_check=True) == 1

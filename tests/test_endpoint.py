@@ -195,3 +195,17 @@ def test_the_clients_own_agent_is_one_output(play, tokenizer, stream):
     answers = tool_turn("2", "6")
     assert_output(output, engine, (1, lines[0] + END), answers, (2, ANSWER + END))
     assert output.metrics == {"turns": 2, "tool_calls": 2, "tool_calls/calculator": 2}
+
+
+def test_a_prompt_that_is_too_long_is_the_error_that_agents_compact_at(endpoint, play):
+    """It is not even tokenised."""
+
+    async def agent(client, prompt):
+        ((chat, _),) = endpoint.clients.values()
+        chat.loop.start = None
+        for long in ([user("x" * 70_000)], [user("x")] * 1001):
+            answer = await post(client, "messages", {"messages": long, "max_tokens": 9})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith("prompt is too long")
+
+    assert play(agent, max_model_len=1000)[0] == []

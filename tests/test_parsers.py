@@ -1,11 +1,15 @@
 """What models write as tool calls and as reasoning, and what is read of it."""
 
+import copy
+import logging
+import re
+
 import chat_templates
 import pytest
+from tokenizers import AddedToken
 
-from agent_loop import BadInput, as_tool, parse_tool_calls
+from agent_loop import BadInput, as_tool, parse_tool_calls, split_reasoning
 from examples import calculator
-from flatrl.chat_template import split_reasoning
 from flatrl.tools import PROBES, CallFormat, set_tool_calls
 from flatrl.tools import SCHEMAS as PROBED
 
@@ -48,13 +52,41 @@ def test_a_call_that_was_cut_is_not_completed(tokenizer):
     assert calls[0]["arguments"] == {"q": "Zq1"} and calls[1]["error"]
 
 
-def test_ids_that_the_policy_gave_its_calls_stay(tokenizer):
-    other = chat_templates.tokenizer_for("mistral0.3", tokenizer)
-    turn = CallFormat(other).turns["two calls in a turn"].replace("00000100", "abcdefgh")
+KIMI = """
+{%- for m in messages %}
+    {{- '<|im_' + m.role + '|>' + m.content }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<|tool_calls_section_begin|>' if loop.first }}
+        {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+        {{- (call.function.arguments | tojson) + '<|tool_call_end|>' }}
+        {{- '<|tool_calls_section_end|>' if loop.last }}
+    {%- endfor %}
+    {{- '<|im_end|>' }}
+{%- endfor %}
+{{- '<|im_assistant|>' if add_generation_prompt }}"""
+
+
+@pytest.mark.parametrize("name, changes, ids", [
+    ("mistral0.3", {"00000100": "abcdefgh"}, ["abcdefgh0", "abcdefgh1"]),
+    ("kimi", {":0": ":7", ":1": ":8"}, ["functions.probe_look:7", "functions.probe_look:8"]),
+])  # fmt: skip
+def test_ids_that_the_policy_gave_its_calls_stay(name, changes, ids, tokenizer):
+    """Kimi's template writes the id, functions.NAME:NUMBER, and no name."""
+    if name == "kimi":
+        other = copy.deepcopy(tokenizer)
+        tokens = sorted({*re.findall(r"<\|\w+\|>", KIMI)})
+        other.add_tokens([AddedToken(each, normalized=False) for each in tokens])
+        other.chat_template = KIMI
+    else:
+        other = chat_templates.tokenizer_for(name, tokenizer)
+    turn = CallFormat(other).turns["two calls in a turn"]
+    for old, new in changes.items():
+        turn = turn.replace(old, new)
     _, calls = parse_tool_calls(turn, "auto", other, PROBED)
+    assert [call["id"] for call in calls] == ids
     message = {"role": "assistant"}
     set_tool_calls(message, "", calls, 1)
-    assert [call["id"] for call in message["tool_calls"]] == ["abcdefgh0", "abcdefgh1"]
+    assert [call["id"] for call in message["tool_calls"]] == ids
 
 
 def test_a_tool_whose_name_is_not_read_is_refused(tokenizer):
@@ -74,13 +106,16 @@ def test_a_call_without_arguments(tokenizer, arguments):
 
 
 @pytest.mark.parametrize("body, name", [
-    ("[" * 5000, ""), ('{"name": "a", "arguments": [1]}', "a"),
+    ('{"name": }', ""), ("", ""), ("[" * 5000, ""), ('{"name": "a", "arguments": [1]}', "a"),
     ('{"name": "a", "arguments": "' + "[" * 5000 + '"}', "a"),
 ])  # fmt: skip
-def test_a_malformed_call_is_an_error_for_the_model(tokenizer, body, name):
+def test_a_malformed_call_is_an_error_for_the_model_and_not_logged(tokenizer, caplog, body, name):
+    logger = logging.getLogger("vllm.tool_parsers")
+    logger.addHandler(caplog.handler)
     _, calls = parse_tool_calls(f"<tool_call>{body}</tool_call>", "hermes", tokenizer, SCHEMAS)
+    logger.removeHandler(caplog.handler)
     assert [(call["name"], call["arguments"]) for call in calls] == [(name, {})]
-    assert calls[0]["error"]
+    assert calls[0]["error"] and not caplog.records
 
 
 @pytest.mark.parametrize("text, opened, split", [

@@ -151,6 +151,26 @@ def test_the_ends_of_turns(name, tokenizer, tmp_path):
     assert {other.decode([token]) for token in ids} == {of.eos, *ends}
 
 
+def test_an_end_that_is_written_between_turns_only(tokenizer):
+    """Apriel 1.6: the last turn has no end of its own."""
+    said = "m.content + ('' if loop.last else '<|im_end|>')"
+    body = BODY.replace("SAID + '<|im_end|>\n'", said)
+    other = with_template(tokenizer, CHAT.replace(BODY, body) + PROMPTS)
+    template = chat_template(other)
+    turn = {"role": "assistant", "content": "2"}
+    ids = template.suffix([*PROMPT, turn], PROMPT, other.eos_token_id)
+    assert other.decode(ids) == f"<|im_start|>user\nWhat is 1+1?{ASSISTANT}"
+
+
+def test_a_text_that_a_prompt_alone_brings_is_no_rewritten_history(tokenizer):
+    """Muse Glimmer's system message."""
+    chat = CHAT.replace("SAID", "m.content") + PROMPTS
+    brief = "{{- 'Be brief.' if add_generation_prompt }}"
+    given = [*PROMPT, {"role": "assistant", "content": "2"}], PROMPT, tokenizer.eos_token_id
+    plain, other = (with_template(tokenizer, text) for text in (chat, brief + chat))
+    assert chat_template(other).suffix(*given) == chat_template(plain).suffix(*given)
+
+
 def test_an_answer_that_is_closed_before_its_end(tokenizer):
     """Kimi K3 and Cohere: what closes it is no end of a turn, and no part of the answer."""
     other = copy.deepcopy(tokenizer)
@@ -160,6 +180,24 @@ def test_an_answer_that_is_closed_before_its_end(tokenizer):
     template = chat_template(other)
     assert template.stops == {other.eos_token_id}
     assert template.read("2<|close|>", opened=False) == (None, "2")
+
+
+def test_a_call_that_a_stop_string_ended(tokenizer):
+    """The policy wrote what ends a call. So the suffix begins with the stop token, or forks."""
+    calls, result = A_CALL
+    given = [*PROMPT, calls], [result], None
+    ids = template_of("newline after calls", tokenizer).suffix(*given)
+    assert tokenizer.decode(ids) == f"{END}\n<|im_start|>tool\n3{END}\n{ASSISTANT}"
+    with pytest.raises(RewritesHistory):
+        template_of("ids of earlier calls", tokenizer).suffix(*given)
+
+
+def test_a_stop_token_of_a_later_message_ends_no_turn(tokenizer):
+    """GLM's answer ended with <|user|>, but a tool's message comes before the user's."""
+    template = template_of("glm4", tokenizer)
+    turn = {"role": "assistant", "content": "2"}
+    with pytest.raises(RewritesHistory):
+        template.suffix([*PROMPT, turn], [A_CALL[1], ADDS], template.answer_end)
 
 
 def test_a_tools_block_that_vanishes_forks_with_the_next_question_alone(tokenizer):
@@ -350,6 +388,7 @@ REFUSED = {
     "calls of a prompt": ("m.content", [ADDS, *A_CALL, ADDS], "role 'assistant' says"),
     "an answer to continue": ("m.content", [ADDS, {"role": "assistant", "content": "3"}],
                               "ends the assistant's last message"),
+    "an unknown role": ("m.content", [{"role": "judge", "content": "Hm."}, ADDS], "role 'judge'"),
     "answers of tools": ("(m.content if m.role in ['user', 'assistant'] else '')",
                          [ADDS], "does not take a tool's answer: it leaves out"),
 }  # fmt: skip

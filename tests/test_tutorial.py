@@ -5,11 +5,15 @@ import re
 import shlex
 import shutil
 
+import torch
 from conftest import REPO, SMALL_CACHE, metrics_of, run
+
+import losses
+from flatrl import report
 
 PAGE = (REPO / "docs/tutorial.md").read_text()
 COMMANDS = re.findall(r"^    accelerate launch (.*)$", PAGE.replace("\\\n", ""), re.MULTILINE)
-LIFT, ORDERS, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+LIFT, ORDERS, MEDIAN = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 ENGINE = {"enable_sleep_mode": False} | json.loads(SMALL_CACHE)  # it keeps its memory
 FEWER = ["--num_steps", "1", "--prompts_per_step", "2", "--group_size", "2", "--save_every", "0",
          "--engine_args", json.dumps(ENGINE)]  # fmt: skip
@@ -34,7 +38,7 @@ def check(folder) -> dict:
     return last
 
 
-def test_an_environment_trains_in_the_folder_of_a_release(tmp_path):
+def test_an_environment_trains_in_the_folder_of_a_release(tmp_path, monkeypatch):
     """Without git."""
     (tmp_path / "examples").mkdir()
     for name in RELEASED:
@@ -47,6 +51,9 @@ def test_an_environment_trains_in_the_folder_of_a_release(tmp_path):
     printed = run(*command_of("lift"), by="accelerate", **here)
     assert "\nbuilding the model: done in " in printed
     assert check(tmp_path / "runs/lift")["num_turns/mean"] > 2  # the environment spoke
+    monkeypatch.chdir(tmp_path)
+    report.main(["runs/lift", "runs/lift"])
+    assert (tmp_path / "report.html").stat().st_size > 50_000
 
 
 def test_a_tool_trains(train_here, tmp_path, monkeypatch):
@@ -56,3 +63,10 @@ def test_a_tool_trains(train_here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train_here(*command_of("orders"), by=None)
     assert check(tmp_path / "runs/orders")["reward/demonstrations"] == 1  # the tool answered
+
+
+def test_the_estimator_of_the_tutorial(registries):
+    exec(MEDIAN.replace("from lift import *", ""), {})
+    rewards = torch.tensor([0.0, 0.5, 1.0, 3.0])
+    estimate = losses.ESTIMATORS["above_median"]
+    assert estimate(rewards, torch.tensor([0, 0, 0, 1])).tolist() == [0, 0, 0.5, 0]
