@@ -69,7 +69,6 @@ from flatrl.vision import expand, image_tokens, load_image, load_images
 
 # ---------------------------------------------------------------- settings and results
 
-
 SIDES = ("left", "middle", "right")
 
 

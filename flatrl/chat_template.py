@@ -583,11 +583,12 @@ def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str 
 
 # ---------------------------------------------------------------- templates of tokenizers
 
-
 _cached_template = functools.lru_cache(maxsize=64)(ChatTemplate)
 
 
-def chat_template(tokenizer, stops: Iterable[int] = (), think_tags=THINK_TAGS) -> ChatTemplate:
+def chat_template(
+    tokenizer, stops: Iterable[int] = (), think_tags: str = THINK_TAGS
+) -> ChatTemplate:
     """Returns the tokenizer's ChatTemplate, which is made once for the same arguments.
 
     stops: the ids that end a turn, in addition to the tokenizer's EOS."""
