@@ -43,6 +43,7 @@ from flatrl.chat_template import (  # noqa: F401
     IN_TEXT,
     PROMPT_TAIL,
     ChatTemplate,
+    Recent,
     RewritesHistory,
     call_id,
     chat_template,
@@ -318,6 +319,7 @@ class Trajectory:
         """Starts the token sequence with this prompt and an empty response."""
         self.prompt_ids = Numbers("i", prompt_ids)
         self.engine_ids = Numbers("i", engine_ids)
+        self.recent = Recent()  # see ChatTemplate.suffix
         self.turn_rewards = []
         self.response_ids = Numbers("i")
         self.response_mask = Numbers("b")
@@ -329,6 +331,7 @@ class Trajectory:
         """Returns a copy with lists of its own; messages and images are shared."""
         copied = copy.copy(self)
         vars(copied).update({name: copy.copy(value) for name, value in vars(self).items()})
+        copied.recent = Recent()
         return copied
 
     def fork(self, prompt_ids: list[int], engine_ids: list[int]):
@@ -428,9 +431,7 @@ class AgentLoopBase:
         known = {each.name: each.default for each in fields(LoopArgs)}
         missing = {name: known[name] for name in known if not hasattr(args, name)}
         if "max_response_tokens" in missing or "max_model_len" in missing:
-            raise TypeError(
-                f"{type(self).__name__} needs args with max_response_tokens and "
-                f"max_model_len; these lack {', '.join(missing)}: see LoopArgs")
+            raise TypeError(f"the args of {type(self).__name__} lack {missing}: see LoopArgs")
         self.args = copy.copy(args)  # a copy, because other loops share args
         vars(self.args).update(missing)
         self.engine = engine
@@ -496,7 +497,7 @@ class AgentLoopBase:
         template = self.chat_template(stops)
         before = trajectory.messages
         try:
-            suffix = template.suffix(before, messages, trajectory.stop_id, tools)
+            suffix = template.suffix(before, messages, trajectory.stop_id, tools, trajectory.recent)
         except RewritesHistory:
             all_images = trajectory.images + images
             prompt = self.prompt(before + messages, tools, all_images, trajectory.trusted)

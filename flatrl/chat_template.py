@@ -73,22 +73,27 @@ def _split(text, words):
     return text[:end], text[end:]
 
 
-def _recent(messages):
-    """Returns the part of a chat on which a suffix depends, unless the template `looks_far_back`.
+class Recent:
+    """The part of a growing chat on which a suffix depends, unless the template `looks_far_back`.
 
     A round is a turn of the assistant and the messages that answer it. The part is what precedes
     the first turn, the last earlier round of each kind, and the latest round. So a template can
     look back at the last turn with a thought, for example."""
-    rounds = [[]]  # the first one precedes the assistant's first turn
-    for message in messages:
-        if message["role"] == "assistant":
-            rounds.append([])
-        rounds[-1].append(message)
-    first, *earlier, latest = rounds
-    last_of_kind = {}
-    for each in reversed(earlier):
-        last_of_kind.setdefault(_kind(each), each)
-    return [*first, *chain(*reversed(last_of_kind.values())), *latest]
+
+    def __init__(self):
+        self.rounds = [[]]  # the first one precedes the assistant's first turn
+        self.n_seen = 0
+
+    def of(self, messages: list[dict]) -> list[dict]:
+        """Returns that part of a chat, which must continue that of the last call."""
+        for message in messages[self.n_seen :]:
+            if message["role"] == "assistant":
+                *earlier, latest = self.rounds
+                others = [each for each in earlier if _kind(each) != _kind(latest)]
+                self.rounds = [*others, latest, []]
+            self.rounds[-1].append(message)
+        self.n_seen = len(messages)
+        return [*chain(*self.rounds)]
 
 
 def _kind(messages):
@@ -98,13 +103,11 @@ def _kind(messages):
         n_calls = len(message.get("tool_calls") or ())
         has_thought = bool(message.get("reasoning_content"))
         kind += [message["role"], bool(message.get("content")), has_thought, n_calls]
-    return tuple(kind)
+    return kind
 
 
 def call_id(turn: int, number: int) -> str:
-    """Returns the id of a tool call: nine characters, as Mistral's template requires.
-
-    turn: the number of the assistant's turn. number: that of the call within the turn."""
+    """Returns the id of a call, by the numbers of turn and call; Mistral's has nine characters."""
     return f"{turn:06d}{number:03d}"
 
 
@@ -160,7 +163,6 @@ class ChatTemplate:
     shows_calls: whether it writes tool_calls. If not, calls stay in the text.
     lacks_thoughts, lacks_thoughts_beside_calls: whether it writes no reasoning_content, even in the
     last turn. `text` then puts it into the content.
-
     Raises BadInput if the tokenizer has no chat template."""
 
     def __init__(self, tokenizer, stops: Iterable[int] = (), think_tags: str = THINK_TAGS):
@@ -223,7 +225,7 @@ class ChatTemplate:
     # -- the suffix of a turn
 
     def suffix(
-        self, messages: list[dict], new: list[dict], stop: int | None, tools=None
+        self, messages: list[dict], new: list[dict], stop: int | None, tools=None, recent=None
     ) -> list[int]:
         """Returns the ids that `new` messages (of tools or users) add after an assistant's turn.
 
@@ -234,12 +236,13 @@ class ChatTemplate:
 
         stop: the stop token with which the turn ended. Without one (a stop string ended it, or a
             limit), the suffix begins with the template's.
+        recent: a `Recent` that the caller keeps from turn to turn of one chat, for speed.
 
         Raises RewritesHistory if the template now writes the chat in another way: Qwen3 drops
         earlier reasoning, for example. Raises ValueError if it writes nothing for `new`."""
         if messages[-1]["role"] != "assistant":
             raise RewritesHistory("the chat does not end with a turn of the assistant")
-        history = messages if self.looks_far_back else _recent(messages)
+        history = messages if self.looks_far_back else (recent or Recent()).of(messages)
         plain = self.texts.plain  # no text becomes a control token
         added = self._added(history, [plain(message) for message in new], stop, plain(tools))
         if not added:
@@ -288,7 +291,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def looks_far_back(self) -> bool:
-        """Whether a suffix depends on more of a chat than `_recent` returns.
+        """Whether a suffix depends on more of a chat than `Recent` keeps.
 
         Cohere's template numbers all calls, for example. Made-up chats of many rounds show it."""
         makers = []
@@ -296,13 +299,13 @@ class ChatTemplate:
             if self._written([USER, *make(1), ANSWER, USER]):
                 makers.append(make)
         for last in makers:
-            # Of each kind so many that `_recent` drops some.
+            # Of each kind so many that `Recent` drops some.
             rounds = [make(n) for n, make in enumerate([*makers * 4, last], 1)]
             chat = _in_words([USER, *chain(*rounds)])
             n_new = len(rounds[-1]) - 1  # all but the turn
             history, new = chat[:-n_new], chat[-n_new:]
             whole = self._outcome(history, new)
-            if whole and whole != self._outcome(_recent(history), new):
+            if whole and whole != self._outcome(Recent().of(history), new):
                 return True
         return False
 
@@ -336,8 +339,7 @@ class ChatTemplate:
         self.stops = {*stops, self.answer_end, self.call_end}
 
     def _special_after(self, *messages):
-        """Returns the special tokens between the first word of messages, which follow a user's, and
-        the next word or the end."""
+        """Returns the special tokens from the first word after a user's to the next, or the end."""
         chat = [USER, *messages]
         if self.problem(chat):
             return []
@@ -556,8 +558,7 @@ def _difference(prompt, text):
     """Returns what a text has after the part that it shares with a prompt.
 
     R1's prompt may open a thought that its history lacks: "U: 2+2 A: <think>" and
-    "U: 2+2 A: 4<EOS>" share "U: 2+2 A: ". In "U: 2+2 A: <tool>1" they also have a "<" in common,
-    which does not count, because it begins two different tokens."""
+    "U: 2+2 A: 4<EOS>" share "U: 2+2 A: ". So does "U: 2+2 A: <tool>1": half a token is none."""
     n = len(commonprefix([prompt, text]))
     if n < len(prompt):
         begun_token = r"[<[][^]<>[\s]*$"

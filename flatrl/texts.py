@@ -50,8 +50,7 @@ class Texts:
         first, *pieces = text.replace(ESCAPED_BREAK, TOKEN_BREAK).split(TOKEN_BREAK)
         ids = self._encoded(first, begins)
         for piece in pieces:
-            # The first character alone, so that no control token begins with it. If the character
-            # is a control token itself, it is dropped.
+            # The first character alone, so that no control token begins with it, or is it.
             first = self._encoded(piece[:1], False)
             ids += [number for number in first if number not in self.controls]
             ids += self._encoded(piece[1:], False)

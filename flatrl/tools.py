@@ -415,9 +415,8 @@ def parse_tool_calls(
 ) -> tuple[str, list[dict]]:
     """Returns (the text outside of tool calls, [{"name", "arguments", "error"}, ...]).
 
-    arguments is a dict, not yet compared with a schema. error is None, or for the model. A call
-    that the parser does not recognise becomes one with the name "" and an error. If the policy gave
-    ids, the calls have an "id", too."""
+    arguments is a dict, not yet compared with a schema. error is None, or for the model: a call
+    that the parser does not recognise has the name "". Calls have an "id" if the policy gave it."""
     return call_format(tokenizer, parser_name).parse(text, schemas)
 
 

@@ -123,17 +123,18 @@ def test_a_suffix_of_the_recent_part_is_that_of_the_whole_chat(name, tokenizer):
     whole.looks_far_back = True
     for seed in range(3):
         chat = random_chat(template, seed, 25)
+        recent = templates.Recent()
         starts = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
         for start, end in zip(starts, [*starts[1:], len(chat)]):
             history, new = chat[: start + 1], chat[start + 1 : end]
             expected = suffix_or_fork(whole, history, new)
-            assert suffix_or_fork(template, history, new) == expected
+            assert suffix_or_fork(template, history, new, None, recent) == expected
 
 
-def suffix_or_fork(template, history, new):
+def suffix_or_fork(template, history, new, *more):
     stop = template.call_end if history[-1].get("tool_calls") else template.answer_end
     try:
-        return template.suffix(history, new, stop)
+        return template.suffix(history, new, stop, *more)
     except RewritesHistory:
         return "fork"
 
