@@ -83,7 +83,7 @@ REWARD_TIMEOUT = 300.0  # seconds for a call of the task's reward or sampler
 class _Request:
     """One call of `Engine.generate`."""
 
-    call_id: str  # unique in the run: vLLM's request id
+    call_id: str  # unique among running ones: vLLM's request id
     rollout_name: str  # of the rollout that calls
     prompt_ids: list[int]
     params: dict  # vLLM's sampling parameters
@@ -548,7 +548,7 @@ class Rollouts:
 class Member:
     """One rollout of a prompt's group: its identity and its options."""
 
-    name: str  # unique in the run; sampling seeds depend on it
+    name: str  # unique among running rollouts; sampling seeds depend on it
     prompt: int
     sample: int  # its number in the group
     step: int
@@ -757,6 +757,7 @@ def _checked_reward(reward, row, file):
 
 # The state of a prompt's group in the ranks' store, where a key that was never set is 0.
 RUNNING, DONE, NO_SIGNAL = range(3)
+POOL_NUMBERS = itertools.count()  # of the pools of this process: all ranks make the same ones
 
 
 @dataclass(eq=False, kw_only=True)
@@ -793,7 +794,7 @@ class Pool:
         self.args = self.run.args
         self.engine = self.run.engine
         # Shared by the ranks. To add 0 is to read a number, which is 0 if nobody has set it.
-        self.store = dist.PrefixStore(f"{self.kind}-{self.step:08d}", self.run.store)
+        self.store = dist.PrefixStore(f"pool-{next(POOL_NUMBERS)}", self.run.store)
         self.judges_groups = hasattr(self.run.task, "group_reward")
         self.n_members = self.group_size + self.greedy
         self.n_engines = dist.get_world_size() // self.args.tp

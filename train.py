@@ -305,12 +305,11 @@ def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, flo
 
 
 def greedy_baselines(rollouts: Rollouts, units: data.Units, args: Args) -> N:
-    """Returns the shaped reward, without KL, of each unit's greedy rollout, (N,); else NaN."""
+    """Returns the mean shaped reward, without KL, of the greedy units in each unit's group."""
     greedy = data.by_unit(rollouts.greedy)
     rewards = args.reward_coef * (greedy.turn_rewards + shape_rewards(greedy, args))
-    reward_of = dict(zip(greedy.groups.tolist(), rewards.tolist()))
-    baselines = [reward_of.get(group, math.nan) for group in units.groups.tolist()]
-    return rewards.new_tensor(baselines)
+    baselines = [rewards[greedy.groups == group].mean() for group in units.groups]  # NaN: none
+    return torch.stack(baselines)
 
 
 def estimate_advantages(

@@ -102,11 +102,11 @@ def test_an_estimator_gets_what_its_parameters_name(registries):
         return rewards
 
     old = {"logprobs_old": torch.where(MASK.bool(), 2.0, math.nan)}
-    greedy = output(4, 0, "1", 9.0)
-    estimated([greedy], old, adv_estimator="spy", turn_discount=0.5)
+    greedy = [output(4, sample, "1", reward) for sample, reward in enumerate([9.0, 5.0])]
+    estimated(greedy, old, adv_estimator="spy", turn_discount=0.5)
     close(got["rewards"], REWARDS)
     close(got["token_rewards"].sum(1), REWARDS)
-    close(got["baselines"], torch.tensor([math.nan, math.nan, 9, 9]), equal_nan=True)
+    close(got["baselines"], torch.tensor([math.nan, math.nan, 7, 7]), equal_nan=True)
     assert got["groups"].tolist() == [0, 0, 4, 4]
     assert got["lengths"].tolist() == got["mask"].sum(1).tolist() == [4, 5, 1, 7]
     assert len(got["states"]) == 6 and got["outputs"] == OUTPUTS  # 2, 2, 1 and 1 turns

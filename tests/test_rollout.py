@@ -211,6 +211,16 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play):
     assert rollouts.statistics["tokens"] > kept  # those of dropped trajectories count, too
 
 
+def test_a_step_may_have_two_rollouts_of_a_kind(engine, background, tokenizer, args, tiny_model):
+    task = types.SimpleNamespace(reward=lambda output, row: 1.0)
+    run = make_run(engine, background, task, tokenizer, args)
+    wake(engine, hf_model(tiny_model), 0)
+    found = [rollout(run, make_rows("x"), 0, 1, {"temperature": 1.0}).outputs for _ in range(2)]
+    engine.sleep()
+    (first,), (second,) = found
+    assert first.response_ids == second.response_ids  # pools do not enter the seeds
+
+
 def test_kept_outputs_are_compact_and_act_like_lists():
     output = output_of([1, 0, 1], ids=[300, 2**17, 7], version=3)
     kept = pickle.loads(pickle.dumps(compact(output)))
