@@ -13,7 +13,7 @@ The words that code, documents, log and flags share:
     trajectory  the messages and tokens of a rollout while it runs (`Trajectory`)
     turn        one message of the assistant, or the reply of tools or of a user
     token       one id; its mask is 1 if the policy sampled it, else 0
-    output      one finished token sequence (`AgentLoopOutput`); `segment` numbers a rollout's
+    output      a finished token sequence (`AgentLoopOutput`); `segment`: its number in the rollout
     unit        the outputs of a rollout that share one reward; by default all of them
 
 To write your own agent, subclass `AgentLoopBase` in the task file, decorate the class with
@@ -146,9 +146,9 @@ RESPONSE_LISTS = ("response_ids", "response_mask", "response_logprobs", "respons
 class AgentLoopOutput:
     """One finished token sequence. An agent loop returns one or more of them for a rollout.
 
-    The four response_* lists have one entry for each response token. response_mask is 1 for
-    tokens that the policy sampled and 0 for those of tools, users and the template, whose
-    logprob is 0.0 and whose version is -1.
+    The four response_* lists have one entry for each response token. response_mask is 1 for the
+    assistant's tokens and 0 for those of tools, users and the template. Tokens that no policy
+    sampled have logprob 0.0 and version -1. With mask 1 they are imitated, whatever `extra` says.
 
     turn_rewards: pairs (index into response_ids, reward).
     text: the whole response decoded, with what tools and users said. A reward reads the policy's
@@ -309,7 +309,7 @@ class Trajectory:
         self.unit = ""
         self.group = ""
         self.assistant_turns = 0
-        self.user_turns = 0  # replies of tools and users, as verl counts them
+        self.user_turns = 0  # of tools and users, as in verl: max_user_turns does not limit these
         self.stop_id = None  # the stop token that ended the last assistant turn
         self.tool_calls = []  # in the last assistant turn, not executed yet
         self.finished = []  # AgentLoopOutputs of the sequences before the last fork
@@ -443,7 +443,7 @@ class AgentLoopBase:
         """Runs one rollout, and returns its output or outputs. Must be overridden.
 
         row: the columns of the data set's row, and index, step, rollout_n (the rollout's
-        number within its group) and validate (True in an evaluation)."""
+        number among those of its prompt) and validate (True in an evaluation)."""
         raise TypeError(f"{type(self).__name__} has no run method")
 
     def start(
@@ -458,7 +458,7 @@ class AgentLoopBase:
         return Trajectory(row["prompt"], *prompt, images, trusted)
 
     def prompt(self, messages, tools, images, trusted) -> tuple[list[int], list[int]]:
-        """Returns the ids of messages as a prompt: the trainer's, and the engine's."""
+        """Returns (prompt_ids, engine_ids) of messages. These and `trusted`: see Trajectory."""
         engine_ids = self.chat_template().render(messages, tools, trusted)
         return expand(engine_ids, images, self.processor), engine_ids
 
@@ -616,7 +616,7 @@ class ToolAgentLoop(AgentLoopBase):
         super().__init__(engine, tokenizer, processor, task, args)
         self.tools_kwargs = {}  # of the row
         self.interaction_turns = 0  # replies of the simulated user: max_user_turns limits them
-        self.create_errors = {}  # of each tool that was created: its error, or None
+        self.created = {}  # tool -> the error of its `create`, or None
         self.creating = defaultdict(asyncio.Lock)  # by tool name
 
     async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
@@ -632,7 +632,7 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory = self.start(row, self.schemas)
         try:
             await self._run_states(trajectory)
-            for name, problem in self.create_errors.items():
+            for name, problem in self.created.items():
                 if not problem:
                     reward = await self._call_at_end(trajectory, name, "calc_reward")
                     trajectory.record("tool", name, reward, None)
@@ -670,7 +670,7 @@ class ToolAgentLoop(AgentLoopBase):
         return self.generating
 
     async def generating(self, trajectory):
-        """Samples an assistant turn. Next, its tools are called, or the user answers."""
+        """Samples an assistant turn. Next come its tools, the user's answer or the end."""
         text = await self.assistant_turn(trajectory, self.sampling_params)
         if text is None:
             return None
@@ -683,14 +683,14 @@ class ToolAgentLoop(AgentLoopBase):
         return self.processing_tools
 
     def _at_assistant_limit(self, trajectory, more=0):
-        """Returns whether max_assistant_turns is reached, with so many turns more."""
+        """Returns whether `more` further turns would reach max_assistant_turns."""
         return 0 < self.args.max_assistant_turns <= trajectory.assistant_turns + more
 
     def parse(self, trajectory, text):
         """Returns the tool calls of a turn, including malformed ones (see `parse_tool_calls`).
 
         Puts those that will be executed into the trajectory's last message if one of them has a
-        name, and the chat template shows the message. Otherwise they stay in its text."""
+        name, and the chat template shows tool calls. Otherwise they stay in its text."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         shown = calls[: self.args.max_parallel_calls]
         has_name = any(tool_call["name"] for tool_call in shown)
@@ -789,18 +789,18 @@ class ToolAgentLoop(AgentLoopBase):
     async def _execute(self, trajectory, name, arguments):
         """Runs a tool's `execute`, after its `create`, and returns a ToolResponse."""
         async with self.creating[name]:  # parallel calls wait for the same `create`
-            if name not in self.create_errors:
+            if name not in self.created:
                 cancelled = RuntimeError(f"the tool {name!r} was cancelled in its `create`")
-                self.create_errors[name] = cancelled
+                self.created[name] = cancelled
                 try:
                     await self._tool_method(trajectory, name, "create")
-                    self.create_errors[name] = None
+                    self.created[name] = None
                 except Exception as error:
-                    self.create_errors[name] = error  # for every call of the tool
-        if self.create_errors[name]:
-            raise self.create_errors[name]
+                    self.created[name] = error  # for every call of the tool
+        if self.created[name]:
+            raise self.created[name]
         response = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
-        reward = metrics = None  # a tuple's come before those of a ToolResponse in it
+        reward = metrics = None  # a tuple's win over those of a ToolResponse in it
         if isinstance(response, tuple):
             response, reward, metrics = response
         if not isinstance(response, ToolResponse):
@@ -859,7 +859,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def close(self, trajectory):
         """Releases the tools and the interaction. Errors are counted, and not raised."""
-        closers = [self._call_at_end(trajectory, name, "release") for name in self.create_errors]
+        closers = [self._call_at_end(trajectory, name, "release") for name in self.created]
         if self.interaction:
             finalize = self.interaction.finalize
             closers.append(self._ask_interaction(finalize, trajectory.request_id))

@@ -430,20 +430,20 @@ class EndToEnd:
 
         # The place of each token; if it was not sampled, that of the last sampled one before it.
         offsets = torch.tensor(offsets)[:, None]  # (B, 1)
-        self.place = offsets + widths.cumsum(1) - 1  # (B, T)
+        self.place_of_token = offsets + widths.cumsum(1) - 1  # (B, T)
         # Unit and place of the n sampled tokens, (n,) each.
         row, _ = self.sampled.nonzero(as_tuple=True)
-        self.places = batch.units.unit_of_row[row], self.place[self.sampled]
+        self.index = batch.units.unit_of_row[row], self.place_of_token[self.sampled]
         self.mask = self.to_units(torch.ones_like(batch["response_mask"]))
 
     def to_units(self, x: BT) -> NS:
         """Moves values of tokens to their places. Empty places get 0."""
-        return x.new_zeros(self.shape).index_put(self.places, x[self.sampled])
+        return x.new_zeros(self.shape).index_put(self.index, x[self.sampled])
 
     def to_outputs(self, x: NS) -> BT:
         """Moves values of places back to their tokens. Tokens without a place get 0."""
         zeros = torch.zeros(self.sampled.shape, dtype=torch.float32)
-        return zeros.masked_scatter(self.sampled, x[self.places].type_as(zeros))
+        return zeros.masked_scatter(self.sampled, x[self.index].type_as(zeros))
 
 
 def _continues_turn(before: AgentLoopOutput, output: AgentLoopOutput) -> bool:
@@ -453,7 +453,7 @@ def _continues_turn(before: AgentLoopOutput, output: AgentLoopOutput) -> bool:
 
 
 def place_rewards(batch: Batch, terminal: N) -> NS:
-    """Returns the reward at each place of `EndToEnd`. A row adds up to its unit's whole reward.
+    """Returns rewards at the places of `EndToEnd`. Row n sums to all the rewards of unit n.
 
     terminal: the terminal rewards. Each goes to the last sampled token of its unit. A turn reward
     goes to the last sampled token up to its own or, if there is none, to the output's first one.
@@ -467,7 +467,7 @@ def place_rewards(batch: Batch, terminal: N) -> NS:
         for token, reward in output.turn_rewards:
             place = 0
             if len(sampled):
-                place = layout.place[row, max(token, sampled[0])]
+                place = layout.place_of_token[row, max(token, sampled[0])]
             rewards[units[row], place] += reward
     rewards[torch.arange(len(terminal)), layout.last_places] += terminal
     return rewards
@@ -478,7 +478,7 @@ def turn_states(batch: Batch) -> Turns:
 
     Equal integers mean the same state in the same group. States are the items of
     metrics["states"], which a task's reward function may set, compared by value; by default the
-    turn's index in its unit. Raises ValueError if they are not one a turn."""
+    turn's index in its unit. Raises ValueError unless there is one for each turn."""
     units = batch.units
     given = [[] for _ in units.names]
     for unit, output in zip(units.unit_of_row.tolist(), batch.outputs):
@@ -570,9 +570,9 @@ def columns_of(batch: dict, micro: "MicroBatch", names: Sequence[str], device) -
 
 
 # ---------------------------------------------------------------- packing
-# Rows in prefix order are cut into runs that share prefixes. Runs fill parts, each of which becomes
-# a micro-batch, and `balance` deals the parts to ranks. Models that can't take packed rows get
-# right-padded ones, which share nothing: there, a part has rows of similar lengths.
+# Rows in prefix order are cut into runs that share prefixes. Runs fill chunks, each of which
+# becomes a micro-batch, and `balance` deals the chunks to ranks. Models that can't take packed rows
+# get right-padded ones, which share nothing: there, a chunk has rows of similar lengths.
 
 
 @dataclass
@@ -633,14 +633,14 @@ def balance(lengths: list[int], n: int) -> list[list[int]]:
 
 
 @dataclass
-class Part:
+class Chunk:
     """Some rows of a batch that are to go through the network together."""
 
     rows: list[int]  # their numbers in the batch
     n_tokens: int  # at most so many go through the network for them
 
 
-def _runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
+def _runs(whole: MicroBatch, max_tokens: int) -> list[Chunk]:
     """Cuts rows in prefix order into runs of neighbours that share prefixes, none too long."""
     runs = []
     n_rows = len(whole.rows)
@@ -660,35 +660,35 @@ def _runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
             second_half = range(end - 1, middle, -1)
             end = min(second_half, key=whole.shared.__getitem__)
         rows = whole.rows[start:end]
-        runs.append(Part(rows, sizes[len(rows) - 1]))
+        runs.append(Chunk(rows, sizes[len(rows) - 1]))
         start = end
     return runs
 
 
-def _packed_parts(whole: MicroBatch, max_tokens: int) -> list[Part]:
-    """Divides rows into parts, run by run: the longest first, each to the first with room."""
+def _packed_chunks(whole: MicroBatch, max_tokens: int) -> list[Chunk]:
+    """Divides rows into chunks, run by run: the longest first, each to the first with room."""
     runs = sorted(_runs(whole, max_tokens), key=lambda run: run.n_tokens, reverse=True)
-    rows = [[] for _ in runs]  # of each part; the last ones stay empty
+    rows = [[] for _ in runs]  # of each chunk; the last ones stay empty
     sizes = np.zeros(len(runs), int)
     for run in runs:
-        first = np.argmax(sizes + run.n_tokens <= max_tokens)  # the first part with room
+        first = np.argmax(sizes + run.n_tokens <= max_tokens)  # the first chunk with room
         sizes[first] += run.n_tokens
         rows[first] += run.rows
-    parts = map(Part, rows, sizes.tolist())
-    return [part for part in parts if part.rows]
+    chunks = map(Chunk, rows, sizes.tolist())
+    return [chunk for chunk in chunks if chunk.rows]
 
 
-def _padded_parts(whole: MicroBatch, max_tokens: int) -> list[Part]:
-    """Divides rows into parts of similar lengths, each padded to its longest row."""
+def _padded_chunks(whole: MicroBatch, max_tokens: int) -> list[Chunk]:
+    """Divides rows into chunks of similar lengths, each padded to its longest row."""
     lengths = dict(zip(whole.rows, whole.lengths))
     rows = sorted(whole.rows, key=lengths.get, reverse=True)
-    parts = []
+    chunks = []
     while rows:
         longest = lengths[rows[0]]
         n = max_tokens // longest
         taken, rows = rows[:n], rows[n:]
-        parts.append(Part(taken, len(taken) * longest))
-    return parts
+        chunks.append(Chunk(taken, len(taken) * longest))
+    return chunks
 
 
 def micro_batches_of_this_rank(
@@ -705,7 +705,7 @@ def micro_batches_of_this_rank(
     DDP counts backward passes: a rank with fewer gets fillers."""
     n_ranks = dist.get_world_size()
     whole = in_prefix_order(batch, rows, is_packed)
-    divide = _packed_parts if is_packed else _padded_parts
+    divide = _packed_chunks if is_packed else _padded_chunks
     longest = max(whole.lengths)
     max_tokens = max(max_tokens, longest)
     n_needed = len(divide(whole, max_tokens))
@@ -714,15 +714,15 @@ def micro_batches_of_this_rank(
     def is_enough(budget: int) -> bool:
         return len(divide(whole, budget)) <= at_most
 
-    # A small budget that needs no more parts makes them about equal in size.
+    # A small budget that needs no more chunks makes them about equal in size.
     budgets = range(longest, max_tokens)
     budget = longest + bisect.bisect_left(budgets, True, key=is_enough)
-    parts = divide(whole, budget)
+    chunks = divide(whole, budget)
     # The largest first: the smaller ones fit into the memory that it leaves.
-    parts.sort(key=lambda part: part.n_tokens, reverse=True)
-    shares = balance([part.n_tokens for part in parts], n_ranks)
-    mine = [parts[k].rows for k in shares[dist.get_rank()]]
-    micros = [in_prefix_order(batch, sorted(part), is_packed) for part in mine]
+    chunks.sort(key=lambda chunk: chunk.n_tokens, reverse=True)
+    shares = balance([chunk.n_tokens for chunk in chunks], n_ranks)
+    mine = [chunks[k].rows for k in shares[dist.get_rank()]]
+    micros = [in_prefix_order(batch, sorted(rows), is_packed) for rows in mine]
     # A filler has the shortest row, because its results are not used.
     length, row = min(zip(whole.lengths, whole.rows))
     filler = MicroBatch([row], [length], [0], is_filler=True)

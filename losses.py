@@ -148,8 +148,8 @@ def estimator(name: str) -> Callable:
         states               (turns,) see `gigpo_advantages`
         mask                 (N, S) of the unit's outputs, laid end to end. A column with mask 0
                              precedes each turn: 0 1 1 0 1 is two turns (data.EndToEnd).
-        token_rewards        (N, S) shaped and turn rewards times --reward_coef, minus a KL in the
-                             reward. The terminal one is at the last mask-1 token, or in column 0.
+        token_rewards        (N, S) shaped and turn rewards times --reward_coef, minus KL if --kl_in
+                             is reward. The terminal one is at the last mask-1 token or in column 0.
         values               (N, S) of a critic, which is trained if you ask for them
         entropy, logprobs_old, logprobs_rollout, logprobs_ref, versions
                              (N, S) as in `objective`; the first two cost a pass of the policy
@@ -166,8 +166,8 @@ def objective(name: str) -> Callable:
     """Registers a function that computes a policy loss, for `--policy_loss name`.
 
     It sees one MICRO-BATCH: leave a sum or a quantile to an estimator, which returns them as
-    `batch_stats`. Name the inputs you want as parameters. Tensors are (B, T), and 0 where the mask
-    is 0. Only logprobs, ratio and entropy have a gradient:
+    `batch_stats`. Name the inputs you want as parameters, as in `estimator`. Tensors are (B, T),
+    and 0 where the mask is 0; ratio is 1 there. Only logprobs, ratio and entropy have a gradient:
         logprobs, logprobs_old, logprobs_rollout, logprobs_ref, mask   see above. logprobs_ref
                               needs --ref_model, --kl_coef or --hints.
         ratio                 exp(logprobs - logprobs_old)
@@ -175,7 +175,7 @@ def objective(name: str) -> Callable:
         demonstrated          True at the assistant's tokens of demonstrations, where the mask is 0.
                               If you ask for it, inputs are given and your loss counts there, too;
                               else it is -logprobs there.
-        batch_stats, state    the estimator's: {name: (B, T)}, and its dict, to be read alone
+        batch_stats, state    the estimator's: {name: (B, T)}, and its dict, read-only
         clip_low, clip_high, clip_c   the flags; clip_c is None if it is off
         step, num_steps, args   as in `estimator`
     Return the loss per token, (B, T), to be minimised, or a tuple: that loss and a dict of
@@ -410,9 +410,9 @@ def policy_loss(
     function = OBJECTIVES[kind]
     mask = mask.bool()
     demonstrated = torch.zeros_like(mask) if demonstrated is None else demonstrated.bool()
-    tokens = mask  # whose loss the objective computes
+    counted = mask  # the tokens whose loss the objective computes
     if "demonstrated" in function.takes:
-        tokens = mask | demonstrated
+        counted = mask | demonstrated
 
     inputs = {
         "logprobs": logprobs,
@@ -422,7 +422,7 @@ def policy_loss(
     }
     for name, value in inputs.items():
         if isinstance(value, Tensor):
-            inputs[name] = torch.where(tokens, value, 0)
+            inputs[name] = torch.where(counted, value, 0)
     log_ratio = inputs["logprobs"] - inputs["logprobs_old"]
     inputs |= {
         "ratio": _ratio(log_ratio),
@@ -441,8 +441,8 @@ def policy_loss(
         stats |= own_stats
     if loss.shape != mask.shape:
         raise ValueError(f"the loss of {kind!r} is {tuple(loss.shape)}, not {tuple(mask.shape)}")
-    loss, stats = _zero_where_masked(tokens, loss, stats)
-    return torch.where(demonstrated & ~tokens, -logprobs, loss), stats
+    loss, stats = _zero_where_masked(counted, loss, stats)
+    return torch.where(demonstrated & ~counted, -logprobs, loss), stats
 
 
 @objective("ppo")
@@ -826,8 +826,8 @@ def _as_autocast(hidden):
 
 def _blocks(weight, vocab_size, banned, chunk):
     """Cuts the vocabulary's columns, without the banned ones, into blocks: [(start, stop), ...]."""
-    # Blocks of tokens would need a float32 (V, H) tensor to sum the gradients of weight. A block
-    # of columns completes its rows in one product. Four float32 blocks are alive at a time.
+    # Blocks of tokens would need a float32 (V, H) tensor to sum the gradients of weight. A block of
+    # columns owns rows of it, which one product completes. Four float32 blocks are alive at a time.
     vocab = min(vocab_size or len(weight), len(weight))
     columns = min(chunk, max(vocab // 32, 256))
     blocks = []

@@ -268,7 +268,7 @@ class Engine:
         turn = self.calls[request_id]
         self.calls[request_id] += 1
         # Agent loops give a smaller max_tokens. Without any, vLLM would stop after 16 tokens.
-        room = self.args.window - len(prompt_ids)
+        room = self.args.window - len(prompt_ids)  # finite, unlike AgentLoopBase.window
         params = {
             "seed": data.stable_hash(self.args.seed, request_id, turn),
             "stop_token_ids": self.stop_token_ids,
@@ -320,13 +320,14 @@ class Engine:
         return bool(self.inbox or self.running) and not must_wait
 
     def step(self, timeout: float = 0.2):
-        """Takes in new requests, for which it waits up to `timeout` seconds; runs a model step."""
+        """Takes in new requests, for which it waits up to `timeout` seconds; runs a model step.
+
+        It does neither after `poke`, nor (if --deterministic) before all running loops wait."""
         self._require("awake")
         started = time.perf_counter()
         added = []
         with self.changed:
             self.changed.wait_for(lambda: self.was_poked or self._has_work(), timeout)
-            # After `poke` the caller checks first whether the batch is complete, then comes back.
             has_work = self._has_work() and not self.was_poked
             self.was_poked = False
             if has_work:
@@ -522,7 +523,7 @@ class Rollouts:
         return metrics
 
     def group_metrics(self) -> dict:
-        """Returns metrics of the groups that are compared."""
+        """Returns metrics of compared groups (or prompts: filtered_groups, missing_baselines)."""
         units = data.by_unit(self.compared)
         group_sizes = units.groups.unique(return_counts=True)[1]
         signal = data.groups_with_signal(units, units.task_rewards)
@@ -598,7 +599,7 @@ class RolloutEngine:
     async def generate(self, *, request_id: str, **call) -> TokenOutput:
         """Samples one turn. Raises RuntimeError after the loop, as the engine may sleep then."""
         if self.engine is None:
-            raise RuntimeError("let the agent loop judge, while the engine is awake")
+            raise RuntimeError("the rollout is over: call the engine inside the agent loop's run")
         started = time.perf_counter()
         caller = asyncio.current_task()
         self.callers.add(caller)
@@ -634,7 +635,7 @@ async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list
     if member.is_greedy:
         sampling_params["temperature"] = 0.0
 
-    turns = list(member.demonstration)
+    turns = list(member.demonstration)  # the DemonstrationEngine takes out those that it plays
     if turns:
         # Only now, because it needs the loop, which was built with its engine.
         rollout_engine.engine = DemonstrationEngine(turns, loop, set(engine.stop_token_ids))
@@ -660,7 +661,7 @@ async def run_agent_loop(run, member: Member, row: dict, sampling: dict) -> list
             tell(output, row, loop)
         else:  # what a loop has set is not used
             output.extra.pop("told_prompt_ids", None)
-    if turns:
+    if turns:  # not all were played
         why = outputs[-1].stop_reason if outputs else "none"
         raise ValueError(f"{len(turns)} turns of the demonstration are left; stop reason: {why}")
     if outputs:
@@ -775,7 +776,7 @@ class Pool:
     So no token is older than `staleness` steps, and the next prompt's number is enough to resume.
 
     Dynamic sampling leaves out a group whose members' rewards are equal, and starts one more
-    prompt. A step replaces at most `replacements` groups and trains on any further ones."""
+    prompt. A step replaces at most `replacements` such groups, and trains on those beyond that."""
 
     run: Any  # train.Run
     kind: str  # "train" or "eval"; part of the rollouts' names, and so of their seeds
@@ -829,7 +830,7 @@ class Pool:
 
     def demonstration(self, prompt: int) -> Sequence[dict]:
         """Returns the turns that are played for a prompt, in the first --imitation_steps."""
-        n_steps = self.args.imitation_steps
+        n_steps = self.args.imitation_steps  # None: in all steps
         if self.kind == "train" and (n_steps is None or prompt < n_steps * self.batch_size):
             with suppress(BadInput):  # a bad row of a large table fails in its rollout
                 return self.row_of(prompt).get("demonstration") or ()
@@ -1005,7 +1006,7 @@ class Pool:
         states = []  # of the next groups, up to the first that has not ended
 
         def batch_is_complete() -> bool:
-            """Reads more of the states. If they make no batch yet, other groups may start."""
+            """Reads more states. Returns whether they make a batch; else replacements may start."""
             # A batch has batch_size groups, and those that it replaces.
             while len(states) < self.batch_size + min(states.count(NO_SIGNAL), self.replacements):
                 state = self.store.add(str(self.first_of_next_batch + len(states)), 0)
@@ -1051,7 +1052,7 @@ class Pool:
             self.seconds += time.perf_counter() - started
 
     def _step_until(self, is_done: Callable[[], bool], bar: Bar):
-        """Steps the engine as `_work_until` says. It asks whenever a group has ended on a rank."""
+        """Does what `_work_until` says; calls is_done() whenever a group has ended on a rank."""
         n_before = self.store.add("ended", 0)
         n_seen = None
         while not self.run.stop.requested:
@@ -1116,7 +1117,7 @@ class Pool:
         gather_unless_stopped(None, self.run.stop.requested)
 
     def _set_limit(self, limit: int):
-        """Lets prompts below the limit start. After it returns, no other prompt starts."""
+        """Lets prompts below the limit start and, once it has returned, no others."""
 
         async def change():
             self.limit = limit
@@ -1207,7 +1208,7 @@ def rollout(
 def training_pool(run, step: int, first: int = 0) -> Pool:
     """Returns the pool of a run that has finished `step` steps; `first` is its next prompt.
 
-    A prompt's number is its position in data.prompt_order or, of a `sampler`, in run.history."""
+    A prompt's number is its position in data.prompt_order or, with a `sampler`, in run.history."""
     args = run.args
     rows = run.rows["train"]
     sampler = getattr(run.task, "sampler", None)

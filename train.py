@@ -1,6 +1,7 @@
 """flatrl: multi-turn reinforcement learning for language models.
 
 `main` is the whole algorithm. What it calls follows in the order of a step, then the networks.
+losses.py explains the letters of shapes, such as (B, T), and `data.pack_rows` R and P.
 
     accelerate launch train.py                               # the built-in task, minutes on CPU
     accelerate launch train.py --model Qwen/Qwen2.5-0.5B-Instruct --task my_task.py
@@ -65,7 +66,7 @@ def main(args: Args):
     log = run.log
     problem = None
     try:
-        if run.done == 0 and run.rows["val"]:
+        if run.done == 0 and run.rows["val"]:  # before the first step
             log.metrics({"step": 0} | evaluate(run))
 
         for step in Bar(range(run.done, args.num_steps), "steps"):
@@ -77,7 +78,7 @@ def main(args: Args):
             run.clock.begin_training()
 
             # ---- 2. score the sampled tokens while the last rewards are computed
-            batch = data.make_batch(rollouts.trained, run.processor)  # no greedy baselines
+            batch = data.make_batch(rollouts.trained, run.processor)  # neither greedy nor filtered
             score_batch(run, batch, step)  # logprobs_old, logprobs_ref and values, if needed
             batch, metrics = add_rewards(run, rollouts, batch)  # drops rows without a reward
             metrics["step"] = step + 1
@@ -136,7 +137,8 @@ def collect_rollouts(run: "Run", step: int) -> Rollouts:
         if "baselines" in args.estimator_takes and step == 0 and not rollouts.greedy:
             raise BadInput(f"--replay {args.replay}: there are no greedy baselines")
         return rollouts
-    with awake(run) if run.pool.needs_engine else contextlib.nullcontext(0.0) as sync_s:
+    awake_if_needed = awake(run) if run.pool.needs_engine else contextlib.nullcontext(0.0)
+    with awake_if_needed as sync_s:
         rollouts = run.pool.rollout(step)
     put_to_sleep(run)
     rollouts.sync_s = sync_s
@@ -161,7 +163,7 @@ def awake(run: "Run") -> Iterator[float]:
     memory meanwhile. Yields the seconds of the sync."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
-        run.engine.forget_prompts()  # an evaluation changes no number of the next rollout
+        run.engine.forget_prompts()  # so an evaluation before a rollout changes none of its numbers
     else:
         offload(run, "cpu")
         seconds = sync(run.engine, run.policy.net, version=run.done)
@@ -360,16 +362,17 @@ def estimate_advantages(
 def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     """Trains policy and critic: epochs x mini-batches x packed micro-batches.
 
-    Sets batch["unit_tokens"], and batch["logprobs_old"] if it is missing. Returns mean metrics."""
+    Sets batch["unit_tokens"]. Returns mean metrics. batch["logprobs_old"] is there already if there
+    are several updates, or if anything else needs it (`score_batch`). A single update does not read
+    it: its own logprobs are the old ones. They are stored there if it is missing."""
     args = run.args
-    batch["unit_tokens"] = batch.count_unit_tokens()  # without what mask_truncated excluded
+    batch["unit_tokens"] = batch.count_unit_tokens()  # (B,), after mask_truncated
     # The columns that the objectives read. The critic does not learn from demonstrations.
     of_critic = ["response_mask", "unit_tokens", "values", "returns"]
     of_policy = ["response_mask", "unit_tokens", "advantages", "versions", "logprobs_rollout"]
     optional = {"logprobs_ref", "ref_top_logprobs", "imitation_mask"}
     optional |= {name for name in batch if name.startswith("batch_stats/")}
     of_policy += sorted(optional & batch.keys())
-    # With a single update, old and new logprobs are equal: policy_objective uses the new ones.
     if args.updates_per_step > 1:
         of_policy.append("logprobs_old")
     objective = functools.partial(policy_objective, step=step, state=run.estimator_state)
@@ -451,7 +454,7 @@ def policy_objective(
         args=args,
         **{name: columns[name] for name in optional},
     )
-    imitation_loss = loss
+    uncorrected = loss
     # All 1 with none and bypass. metrics.batch_metrics computes the stats, of the whole batch.
     weights, _ = losses.rollout_correction(kind, old, logprobs_rollout, mask, low, high)
     loss = loss * weights
@@ -467,7 +470,7 @@ def policy_objective(
         loss = loss + args.kl_coef * kl
         stats["kl"] = kl.detach()
     if "imitation_mask" in columns:
-        loss = torch.where(columns["imitation_mask"].bool(), imitation_loss, loss)
+        loss = torch.where(columns["imitation_mask"].bool(), uncorrected, loss)
     return loss, stats
 
 
@@ -655,7 +658,7 @@ class Net(nn.Module):
         return data.pack_rows(batch, micro, device, self.is_packed, top_k, bool(self.routers))
 
     def forward(self, packed: dict) -> dict[str, Tensor]:
-        """Returns the scores of the sampled tokens of R rows, by name: (R, T) each, 0 elsewhere.
+        """Returns scores of R rows' sampled or demonstrated tokens: {name: (R, T)}, 0 elsewhere.
 
         packed: `data.pack_rows` of these rows. DDP averages gradients of what happens in here."""
         backbone = self.model.base_model
@@ -798,13 +801,14 @@ class Learner:
     def step(self, has_tokens: bool) -> float:
         """Takes an optimiser step with the current gradients, clipped, and clears them.
 
-        Returns their norm. Raises RunFailed if that is not finite."""
+        has_tokens: if False, it takes none, because momentum would move the weights. Returns the
+        norm of the gradients. Raises RunFailed if that is not finite."""
         bound = self.args.max_grad_norm
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), bound)
         norm = models.whole(norm).item()
         if not math.isfinite(norm):
             raise RunFailed(f"the gradient norm is {norm}: the weights are saved without it")
-        if has_tokens:  # otherwise momentum would move the weights
+        if has_tokens:
             if not self.n_updates:
                 # The optimisers' states should not occupy blocks that held activations.
                 torch.cuda.empty_cache()
@@ -843,7 +847,7 @@ class Run:
     clock: Clock = field(default_factory=Clock)  # of the parts of this step
     evals: dict[int, float] = field(default_factory=dict)  # eval/reward by steps done
     done: int = 0  # steps
-    kept: dict = field(default_factory=dict)  # for a checkpoint: what a dropped step has changed
+    kept: dict = field(default_factory=dict)  # for a checkpoint: state after the last whole step
     saved: int = 0  # steps done at the last checkpoint
     mismatch_is_known: bool = False  # engine and trainer disagree, and the user was warned
     pool: Pool | None = None  # None with --replay
@@ -863,7 +867,7 @@ class Run:
 
     @property
     def has_new_best(self) -> bool:
-        """Whether the policy was evaluated after these steps, and is better than ever before."""
+        """Whether there is an evaluation after the last step, and it is the best so far."""
         return self.done == max(self.evals, key=self.evals.get, default=None)
 
     def end_step(self):

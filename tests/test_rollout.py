@@ -200,7 +200,7 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play):
     assert +rollouts.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 7}
     errors = {error["prompt"]: error["error"] for error in rollouts.errors}
     assert errors[2].endswith("ZeroDivisionError: the grader broke\n")
-    assert "let the agent loop judge, while the engine is awake" in errors[6]
+    assert "the rollout is over: call the engine inside the agent loop's run" in errors[6]
     for output in rollouts.outputs[:2]:
         given = output.response_mask.index(0)
         assert output.response_mask[given : given + 3] == [0, 0, 0]
