@@ -60,7 +60,7 @@ OTHER_NAMES = {
     "max_steps": "num_steps",
     "model_name_or_path": "model",
     "beta": "kl_coef",
-    "wandb_project": "tracker",
+    "wandb_project": "project",
     "report_to": "tracker",
 }
 # The settings of LoopArgs that have a flag of their own. --agent_args sets the others.
@@ -258,6 +258,7 @@ class Args(LoopArgs):
         base = PRESETS["grpo"]
         values = base | PRESETS.get(self.algo, {})
         if self.policy_loss not in (None, values["policy_loss"]):
+            # gspo, gmpo, cispo and sapo name an algo and its loss.
             other = base | PRESETS.get(self.policy_loss, {})
             values["clip_low"] = other["clip_low"]
             values["clip_high"] = other["clip_high"]
@@ -274,7 +275,7 @@ class Args(LoopArgs):
 
     @property
     def correction(self) -> tuple[str, float, float]:
-        """The kind of --rollout_correction and its bounds, as `losses.rollout_correction` takes it.
+        """Kind, low and high of --rollout_correction: KIND, KIND:HIGH or KIND:LOW:HIGH.
 
         Raises ValueError for a bound that is not a number, or that the kind does not have."""
         kind, *bounds = self.rollout_correction.split(":")
@@ -282,10 +283,10 @@ class Args(LoopArgs):
         if self.max_staleness:
             low = 0.0  # with staleness a small ratio is no reason to drop a token
         n_allowed = {"none": 0, "bypass": 0, "tis": 1, "seq_tis": 1, "geo_tis": 1}
-        if len(bounds) > n_allowed.get(kind, 2):
+        if len(bounds) > n_allowed.get(kind, 2):  # the other kinds take LOW:HIGH
             raise ValueError(f"{self.rollout_correction}: {kind} has no such bounds")
         if bounds:
-            *given, high = map(float, bounds)
+            *given, high = map(float, bounds)  # given: LOW, or nothing
             low = given[0] if given else low
         return kind, low, high
 
@@ -327,8 +328,8 @@ class Args(LoopArgs):
     @property
     def kl_top(self) -> int:
         """K of --kl_kind topK; 0 for the other kinds, which need the sampled token alone."""
-        number = self.kl_kind.removeprefix("top")
-        return int(number) if number.isdecimal() else 0
+        kind, number = self.kl_kind[:3], self.kl_kind[3:]
+        return int(number) if kind == "top" and number.isdecimal() else 0
 
     @property
     def has_reference(self) -> bool:
@@ -416,9 +417,9 @@ def check_args(args: Args):
 
 
 def check_registered(args: Args):
-    """Raises BadInput where flags do not fit what the task file has registered by now."""
-    agent_loop_class({}, None, args)
-    check_value("adv_estimator", args.adv_estimator,
+    """Checks --agent, --adv_estimator, --policy_loss and their needs, once the task is loaded."""
+    agent_loop_class({}, None, args)  # raises BadInput for an unknown --agent
+    check_value("adv_estimator", args.adv_estimator,  # the last "choice" is a hint
                 (*losses.ESTIMATORS, "or your own, by @estimator in the task file"))
     check_value("policy_loss", args.policy_loss,
                 (*losses.OBJECTIVES, "or your own, by @objective in the task file"))
@@ -437,7 +438,7 @@ def check_registered(args: Args):
 
 
 def check_effects(args: Args):
-    """Raises BadInput for a flag that was set without effect: only the results would show it.
+    """Raises BadInput for a flag that was set without effect: nothing else would tell.
 
     A task's own estimator or objective may use any flag."""
     estimator = args.adv_estimator
@@ -469,7 +470,7 @@ def check_effects(args: Args):
 
 
 def complete_flags(args: Args, cuda: bool):
-    """Gives each flag that the user left open its value, but for args.model: see check_input."""
+    """Fills in the flags that the user left open, but for args.model: see train.check_input."""
     vars(args).update(device_defaults(args, cuda))
     is_tiny = not args.model  # the task's own
     args.fill({

@@ -26,6 +26,9 @@ class Numbers(array):
             return NotImplemented
         return self.tolist() == list(other)
 
+    def __ne__(self, other):
+        return not self == other
+
     def __getitem__(self, index):
         item = super().__getitem__(index)
         return item.tolist() if isinstance(index, slice) else item
@@ -40,7 +43,6 @@ class Numbers(array):
 def compact(output):
     """Returns a copy of an AgentLoopOutput whose token lists are Numbers; it shares all else.
 
-    Raises as the output's constructor does. A response token takes 17 bytes then, in lists up to
-    88, and each rank holds those of all."""
+    Raises as its constructor does. A response token takes 17 bytes; in lists it takes up to 88."""
     lists = {name: Numbers(kind, getattr(output, name)) for name, kind in TYPES.items()}
     return replace(output, **lists)

@@ -52,7 +52,7 @@ def _build(task, args, folder: Path):
     folder.parent.mkdir(parents=True, exist_ok=True)
     set_seed(args.seed)
     n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more round differently, and not all launchers have as many
+    torch.set_num_threads(1)  # more threads round differently, and their number varies by launcher
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         with refusing(f"--task {args.task}: build_model failed", task.__file__):
             task.build_model(temporary)
@@ -83,7 +83,7 @@ def load_for_training(auto_class: str, args, attention) -> nn.Module:
         auto_class,
         args,
         "can't be loaded for training",
-        # "auto", the files' type: the ranks of a host read the same pages; shards become float32.
+        # "auto", the files' type: a host's ranks share pages; set_master_dtype casts to float32.
         dtype="auto" if args.shard else torch.float32,
         attn_implementation=attention,
         output_loading_info=True,
@@ -128,7 +128,7 @@ def stop_token_ids(args, tokenizer) -> list[int]:
     others = configured if isinstance(configured, list) else [configured]
     ids = {tokenizer.eos_token_id, *others} - {None}
     need(
-        ids and ids <= {*range(len(tokenizer))},
+        ids and ids <= {*range(vocab_size(tokenizer))},
         f"--model {args.model} has no end-of-sequence token, or one that its tokenizer lacks: "
         f"set eos_token in its tokenizer_config.json; generation_config.json has {configured}",
     )
@@ -165,7 +165,7 @@ def lr_factor(args, num_steps: int, step: int) -> float:
 
 
 def vocab_size(tokenizer) -> int:
-    """Returns the number of ids that stand for a token; the model's vocabulary may be padded."""
+    """Returns the highest id + 1; the model's vocabulary may be padded."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -228,7 +228,7 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in saved or ".lora_" in name:
             continue
-        path, *rest = name.split(".base_layer")  # LoRA's name for what it wraps
+        path, *rest = name.split(".base_layer")  # LoRA: experts.base_layer.base_layer.gate_up_proj
         kind = rest[-1] if rest else ""
         for depth in range(len(rest)):  # experts have a wrapper for each of their parameters
             wrapper = model.get_submodule(path + ".base_layer" * depth)

@@ -73,10 +73,11 @@ class Notices(Listener):
         if (folder / "report.html").is_file():
             ways.append(f"report: {folder / 'report.html'}")
         if (folder / "final").is_dir():
-            # Of a flag that is given twice, the last one holds.
+            # Of a flag that is given twice, the last one holds. A --replay can't evaluate.
             evaluation = ["--num_steps", "0", "--eval_every", "0", "--model", f"{folder / 'final'}"]
             command = [*sys.argv, *evaluation, "--output_dir", f"{folder}-eval"]
-            ways.append(f"evaluate: accelerate launch {shlex.join(command)}")
+            if not self.log.args.replay:
+                ways.append(f"evaluate: accelerate launch {shlex.join(command)}")
         elif any(folder.glob("checkpoints/step_*")):
             ways.append("continue: the same command with --resume")
         for line in filter(None, ("; ".join(changes), "; ".join(ways))):
@@ -115,8 +116,9 @@ def why_nothing(outputs: list[AgentLoopOutput]) -> str:
     if n_cut_off:
         limits = "--max_response_tokens, --max_assistant_turns"
         reasons.append(f"{n_cut_off / n:.0%} were cut off by a limit ({limits})")
-    rewards = {f"all rewards are {total_reward(output):g}" for output in outputs}
-    reasons += rewards if len(rewards) == 1 else ["all groups have equal rewards"]
+    rewards = [f"{total_reward(output):g}" for output in outputs]
+    is_same = len(set(rewards)) == 1
+    reasons.append(f"all rewards are {rewards[0]}" if is_same else "all groups have equal rewards")
     return f"{', '.join(reasons)} (docs/running.md#when-something-is-off)"
 
 

@@ -70,9 +70,9 @@ def _read_objects(columns, name):
             with refusing(f"{name}: {key!r} is a text, but not JSON"):
                 columns[key] = json.loads(columns[key])
         _check_object(columns[key], f"{name}: {key!r}")
-        if columns[key] and key != "extra_info":
+        if columns[key] and key != "extra_info":  # which only the task reads
             given = {part: entry for part, entry in columns[key].items() if entry is not None}
-            columns[key] = _tidied(given, keeps_none=True)
+            columns[key] = _tidied(given, keeps_none=True)  # a null may be an argument
     for tool, kwargs in (columns.get("tools_kwargs") or {}).items():
         _check_object(kwargs, f"{name}: tools_kwargs: {tool!r}")
         for key in TOOL_KWARGS:
@@ -99,11 +99,10 @@ def tool_schemas(row: dict, task) -> list[dict]:
 
 
 def check_tokenizer(tokenizer, templates, row: dict, task, args):
-    """Raises BadInput if a conversation that begins with a row does not reach the model unchanged.
+    """Tries chat template, call parser and tokenizer on a row. Warns, or raises BadInput.
 
-    The chat template is tried with the task's tools and users (`ChatTemplate.check`). The
-    prompt's tokens, decoded, must be its text again, except for spaces and the form of accents,
-    which some tokenizers normalise. templates: the tokenizer with --chat_template_args."""
+    The prompt's tokens, decoded, must be its text again, except for spaces and the form of
+    accents, which some tokenizers normalise. templates: the tokenizer with --chat_template_args."""
     template = chat_template(templates, think_tags=args.think_tags)
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
@@ -168,10 +167,10 @@ def _is_message(message):
 
 
 def _tidied(value, keeps_none=False):
-    """Returns a copy with clean texts, and without entries that are None: templates write them."""
+    """Returns a copy with clean texts and no entries that are None: a template would print None."""
     if isinstance(value, str):
         return clean(value)
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_tidied(entry, keeps_none) for entry in value]
     if not isinstance(value, dict):
         return value

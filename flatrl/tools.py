@@ -43,12 +43,12 @@ class Signature:
             properties = self.schema["function"]["parameters"]["properties"]
             hints = get_type_hints(function)
             self.adapters = {}
-            for name, property in properties.items():
+            for name, entry in properties.items():
                 adapter = TypeAdapter(hints[name], config=self.CONFIG)
                 self.adapters[name] = adapter
-                if property.get("type") == "object":  # also what transformers does not know: enums
-                    property |= adapter.json_schema()
-                if not {"type", "enum"} & property.keys():
+                if entry.get("type") == "object":  # also what transformers does not know: enums
+                    entry.update(adapter.json_schema())
+                if not {"type", "enum"} & entry.keys():
                     raise ValueError(f"the type hint of {name!r} has more than one JSON type")
             self.signature = inspect.signature(function)
             self.signature.bind(**dict.fromkeys(properties))
@@ -94,7 +94,7 @@ class Signature:
 def tool_text(value) -> str:
     """Returns what the model reads of a value that a tool returned.
 
-    A str stays as it is, None is "", and anything else becomes JSON, or in it the `str`."""
+    A str stays as it is, None is "", and anything else is JSON, with str() of what JSON lacks."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -158,7 +158,7 @@ def _schema(name, **types):
 
 
 NAME = "probe_look"
-PROBE_IDS = ("000001000", r"functions\.probe_look:0")
+PROBE_IDS = ("000001000", r"functions\.probe_look:0")  # patterns, the second for Kimi's ids
 SCHEMAS = [
     _schema(NAME, q="string", n="integer", on="boolean", x="number", o="object"),
     _schema("probe_now"),
@@ -206,7 +206,8 @@ class CallFormat:
             name = "hermes"
         self.name, self.parser, self.turns, read = self._choose(name, forms or [{}])
         self.lost = [probe for probe in self.turns if probe not in read]
-        # What begins a call and, if the parser would complete one that was cut, what must end it.
+        # What begins a call and, if the parser would complete one that was cut, what must end it:
+        # glm45 reads "<tool_call>look<arg_key>q" as look().
         self.closing = None
         if read:
             self.opening = _opening(self.turns)
@@ -436,7 +437,8 @@ def read_calls(parser, text: str, schemas: list[dict]) -> tuple[str, list[dict] 
     for each in parsed.tool_calls:
         call = {"name": each.function.name, "arguments": {}, "error": None}
         try:
-            arguments = json.loads(each.function.arguments or "{}") or {}
+            arguments = json.loads(each.function.arguments or "{}")
+            arguments = {} if arguments in (None, "") else arguments
             # JSON may escape half of a character ("\\ud83d"), which no file takes.
             arguments = json.loads(clean(json.dumps(arguments, ensure_ascii=False)))
             if not isinstance(arguments, dict):

@@ -73,7 +73,7 @@ def checked_number(value, name: str) -> float:
     """Returns a finite number from user code as a float. Raises ValueError, with `name`, else."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except Exception:  # OverflowError, torch's RuntimeError, ...
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{name} must be a finite number, got {value!r:.80}")

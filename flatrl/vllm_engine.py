@@ -51,7 +51,7 @@ ENVIRONMENT = {
 def check_arguments(name: str, arguments: dict, our_flags: Collection[str]):
     """Raises BadInput if the flag `name`, a JSON object, has a key that can't be set there.
 
-    our_flags: no keys of --engine_args. Warns of --sampling_args that change the distribution."""
+    our_flags: refused in --engine_args. Warns of --sampling_args that change the distribution."""
     fixed = set(FIXED_ARGUMENTS.get(name, ()))
     if name == "engine_args":
         fixed.update(our_flags)
@@ -140,9 +140,9 @@ def check_model(args, device: torch.device):
     prepare_vllm(device, args.tp)
     from vllm import EngineArgs
 
-    arguments = vllm_arguments(args.model, args, device)
-    arguments.pop("compilation_config", None)  # vllm.LLM takes more forms of it
     with refusing(f"--model {args.model}, --engine_args {args.engine_args}: vLLM refuses them"):
+        arguments = vllm_arguments(args.model, args, device)
+        arguments.pop("compilation_config", None)  # vllm.LLM takes more forms of it
         EngineArgs(**arguments).create_engine_config()
     for kind, validate in ("", False), ("eval_", True):
         with refusing(f"--{kind}sampling_args"):
@@ -282,7 +282,7 @@ class _Arrivals:
         self.n_elements = Counter()  # arrived, by parameter or part of a fused one
 
     def one_by_one(self, named_tensors):
-        """Yields the same pairs, and notes the present one."""
+        """Yields the same pairs. Keeps name and size, and the tensor until a loader takes it."""
         for name, tensor in named_tensors:
             self.current = name
             self.size = tensor.numel()

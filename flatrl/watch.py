@@ -27,12 +27,12 @@ class Watch(Listener):
         self.kls.append(row.get("rollout/kl", 0.0))
         problems = self.of_policy(row) | self.of_outputs(rollouts.trained)
         for name in [name for name in problems if name not in self.named]:
-            where = f"({name}: docs/running.md#warnings)"
+            where = f"({name.split()[0]}: docs/running.md#warnings)"
             self.log.warn(f"step {row['step']}: {problems[name]} {where}")
         self.named |= problems.keys()
 
     def of_policy(self, row: dict) -> dict[str, str]:
-        """Returns the problems of a step's metrics, by name."""
+        """Returns the problems of a step's metrics, and of the KL of the last steps, by name."""
         problems = {}
         if row.get("actor/entropy", 1.0) < MIN_ENTROPY:
             problems["entropy"] = "the entropy is nearly 0: rollouts of a prompt will be equal"
@@ -64,5 +64,6 @@ class Watch(Listener):
             kind, _, tool = name.partition("/")
             n_calls = totals[f"tool_calls/{tool}"]
             if kind == "tool_exceptions" and n_calls >= FEW_CALLS and n_raised >= n_calls / 2:
-                problems["tools"] = f"the tool {tool!r} raised in {n_raised} of its {n_calls} calls"
+                raised = f"raised in {n_raised} of its {n_calls} calls"
+                problems[f"tools {tool}"] = f"the tool {tool!r} {raised}"
         return problems

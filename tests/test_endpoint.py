@@ -82,7 +82,8 @@ def test_only_the_key_lets_in_and_a_posted_reward_is_used(play, endpoint):
                 assert (await post(client, path, body, key)).status_code == 401
         del endpoint.clients["another"]
         await ask(client, *prompt)
-        for body in ({"reward": 0.5}, {"reward": 0.75}, {"reward": "high"}, {}):
+        bad = {"reward": "high"}, {"reward": 10**400}, {}
+        for body in ({"reward": 0.5}, {"reward": 0.75}, *bad):
             answer = await post(client, "reward", body)
             assert answer.status_code == (200 if isinstance(body.get("reward"), float) else 400)
         ((bound, _),) = endpoint.runner.addresses
@@ -203,6 +204,8 @@ def test_a_prompt_that_is_too_long_is_the_error_that_agents_compact_at(endpoint,
     async def agent(client, prompt):
         ((chat, _),) = endpoint.clients.values()
         chat.loop.start = None
+        counted = await post(client, "messages/count_tokens", {"messages": [user("x" * 70_000)]})
+        assert counted.status_code == 400 and chat.refused is None  # no reply was asked for
         for long in ([user("x" * 70_000)], [user("x")] * 1001):
             answer = await post(client, "messages", {"messages": long, "max_tokens": 9})
             assert answer.status_code == 400

@@ -97,7 +97,7 @@ def test_a_tool_whose_name_is_not_read_is_refused(tokenizer):
         list(found.check([quoted]))
 
 
-@pytest.mark.parametrize("arguments", ["", ', "arguments": null'])
+@pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": ""'])
 def test_a_call_without_arguments(tokenizer, arguments):
     text = f'Now. <tool_call>{{"name": "calculator"{arguments}}}</tool_call>'
     content, calls = parse_tool_calls(text, "hermes", tokenizer, SCHEMAS)
@@ -107,6 +107,7 @@ def test_a_call_without_arguments(tokenizer, arguments):
 
 @pytest.mark.parametrize("body, name", [
     ('{"name": }', ""), ("", ""), ("[" * 5000, ""), ('{"name": "a", "arguments": [1]}', "a"),
+    ('{"name": "a", "arguments": []}', "a"), ('{"name": "a", "arguments": 0}', "a"),
     ('{"name": "a", "arguments": "' + "[" * 5000 + '"}', "a"),
 ])  # fmt: skip
 def test_a_malformed_call_is_an_error_for_the_model_and_not_logged(tokenizer, caplog, body, name):

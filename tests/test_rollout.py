@@ -225,6 +225,7 @@ def test_kept_outputs_are_compact_and_act_like_lists():
     output = output_of([1, 0, 1], ids=[300, 2**17, 7], version=3)
     kept = pickle.loads(pickle.dumps(compact(output)))
     assert vars(kept) == vars(output) and vars(output) == vars(kept)
+    assert not kept.response_ids != output.response_ids and kept.response_ids != [7]
     assert output.prompt_ids + kept.response_ids[1:] == [1, 2, 2**17, 7]
 
 

@@ -357,6 +357,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(algo="ppo", adv_estimator="grpo"), "would train no critic"),
     (dict(algo="opd"), "--reward_coef 0 (--algo opd) learns from the KL to a teacher"),
     (dict(kl_coef=0.1, kl_kind="k1"), "--kl_kind k1 teaches nothing as a loss"),
+    (dict(kl_coef=0.1, kl_kind="16"), "--kl_kind 16: choose from k1, "),
     (dict(engine_args='{"tensor_parallel_size": 2}'), "can't be set here: it is a flag"),
     (dict(compile=True, router_replay=True), "--compile with --router_replay: not implemented"),
 ])  # fmt: skip

@@ -56,22 +56,22 @@ class ChatClient:
             stop = asked["stop"]
             sampling["stop"] = [stop] if isinstance(stop, str) else stop
         tools = [] if asked["tool_choice"] == "none" else list(asked["tools"] or [])
-        template = json.dumps(asked["chat_template_kwargs"] or {}, sort_keys=True)
+        variables = json.dumps(asked["chat_template_kwargs"] or {}, sort_keys=True)
 
         self.refused = None
         messages, images = self._plain_chat(request["messages"])
         identities = [_identity(message) for message in messages]
-        earlier = self._earlier(identities, tools, template)
-        trajectory = self._extended(earlier, messages, images, tools, template)
+        earlier = self._earlier(identities, tools, variables)
+        trajectory = self._extended(earlier, messages, images, tools, variables)
         self.turns += 1
         trajectory.turn = self.turns
         n_tokens_before = len(trajectory.response_ids)
         text = await self._sample(trajectory, earlier, sampling)
 
         only_one = asked["parallel_tool_calls"] is False
-        stop_string = self._read(trajectory, text, sampling.get("stop", ()), tools, only_one)
+        stop_string = self._read(trajectory, text, sampling.get("stop") or (), tools, only_one)
         trajectory.identities = [*identities, _identity(trajectory.messages[-1])]
-        trajectory.tools = tools, template
+        trajectory.asked_with = tools, variables
         self.trajectories.append(trajectory)
         return self._completion(trajectory, n_tokens_before, stop_string)
 
@@ -101,7 +101,7 @@ class ChatClient:
         return stop_string
 
     async def _sample(self, trajectory, earlier, sampling):
-        """Returns the text of a turn. If there is none, the earlier trajectory stays."""
+        """Returns the text of a turn. If sampling fails, the earlier trajectory is put back."""
         if earlier:
             self.trajectories.remove(earlier)  # parallel calls never share a trajectory
         task = asyncio.ensure_future(self.loop.assistant_turn(trajectory, sampling))
@@ -113,23 +113,23 @@ class ChatClient:
                 self.trajectories.append(earlier)
             raise
 
-    def _earlier(self, identities, tools, template):
+    def _earlier(self, identities, tools, variables):
         """Returns the longest trajectory that messages with these identities extend, or None."""
 
         def is_extended(trajectory):
             history = trajectory.identities
             is_prefix = len(history) < len(identities) and history == identities[: len(history)]
-            return is_prefix and trajectory.tools == (tools, template)
+            return is_prefix and trajectory.asked_with == (tools, variables)
 
         extended = filter(is_extended, self.trajectories)
         return max(extended, key=lambda each: len(each.messages), default=None)
 
-    def _extended(self, earlier, messages, images, tools, template):
+    def _extended(self, earlier, messages, images, tools, variables):
         """Returns a copy of the earlier trajectory with the new messages, or else a new one."""
         if self.over or 0 < self.loop.args.max_assistant_turns <= self.turns:
             self._give_up("max_turns")
         loop = copy.copy(self.loop)
-        loop.tokenizer = with_template_variables(loop.tokenizer, template)
+        loop.tokenizer = with_template_variables(loop.tokenizer, variables)
         if earlier:
             trajectory = earlier.copy()
             new_messages = messages[len(trajectory.messages) :]
@@ -145,7 +145,7 @@ class ChatClient:
 
     def count_tokens(self, messages: list[dict], tools: list[dict]) -> int:
         """Returns how many tokens these messages have as a prompt."""
-        prompt, images = self._plain_chat(messages)
+        prompt, images = copy.copy(self)._plain_chat(messages)  # on a copy: this refuses no reply
         row = {"prompt": prompt, "images": images}
         return len(self.loop.start(row, tools, self.trusted).prompt_ids)
 
@@ -206,7 +206,7 @@ class ChatClient:
         return plain
 
     def _part(self, part, images, row_images):
-        """Returns a part of a content. Its image goes to `images`, and a hash takes its place."""
+        """Returns a part of a content. Its image goes to `images`; a hash stays for `_identity`."""
         kind = part.get("type")
         if kind in TEXT_PARTS:
             return {"type": "text", "text": part["text"]}
@@ -227,7 +227,6 @@ class ChatClient:
         if not head.startswith("data:image/"):
             raise ValueError(f"supported are text and images as data: URLs, not {kind!r:.80}")
         images.append(base64.b64decode(data))
-        # For `_identity`: a hash in place of the image.
         return {"type": "image", "image": hashlib.sha256(data.encode()).hexdigest()}
 
     def _completion(self, trajectory, n_tokens_before, stop_string):
