@@ -24,9 +24,10 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each packed sequence, for transformers' "packed".
 
-    query (1, H, P, D); key, value (1, H_kv, P, D), H a multiple of H_kv. cu_seqlens to
-    key_index: from `pack` or `pack_rows`, passed on by the model's forward. sliding_window: the
-    tokens that a token sees, itself included. softcap: of the scores. s_aux (H,): attention sinks.
+    query (1, H, P, D); key, value (1, H_kv, P, D), H a multiple of H_kv. cu_seqlens, max_seqlen,
+    cu_seqlens_k and key_index: from `data.pack` or `data.pack_rows`. key_index (K,): sequences that
+    share a prefix read its keys again. sliding_window: the tokens that a token sees, itself
+    included. softcap: of the scores. s_aux (H,): attention sinks.
 
     Returns (1, P, H, D), and None for the weights."""
     query = query.to(value.dtype)  # under autocast RoPE leaves float32

@@ -14,7 +14,7 @@ class RunFailed(BadInput):
     """Training can't go on. All ranks raise it together, so that train.finish can save first."""
 
 
-class NothingLeft(RunFailed, RuntimeError):
+class NothingLeft(RunFailed):
     """All rollouts of a step or evaluation have failed, usually by an error in the user's code."""
 
 

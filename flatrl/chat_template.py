@@ -217,10 +217,10 @@ class ChatTemplate:
         if not messages:
             return []
         if trusted is not None:
-            plain = self.texts.plain
-            messages = [m if m in trusted else plain(m, m["role"]) for m in messages]
+            with_breaks = self.texts.with_breaks
+            messages = [m if m in trusted else with_breaks(m, m["role"]) for m in messages]
         # Rollouts of a group begin with the same prompt.
-        return list(self._cached_ids(self.text(messages, self.texts.plain(tools), True)))
+        return list(self._cached_ids(self.text(messages, self.texts.with_breaks(tools), True)))
 
     # -- the suffix of a turn
 
@@ -243,8 +243,8 @@ class ChatTemplate:
         if messages[-1]["role"] != "assistant":
             raise RewritesHistory("the chat does not end with a turn of the assistant")
         history = messages if self.looks_far_back else (recent or Recent()).of(messages)
-        plain = self.texts.plain  # no text becomes a control token
-        added = self._added(history, [plain(message) for message in new], stop, plain(tools))
+        with_breaks = self.texts.with_breaks  # no text becomes a control token
+        added = self._added(history, [*map(with_breaks, new)], stop, with_breaks(tools))
         if not added:
             raise ValueError(f"the chat template writes nothing for {new!r:.80}")
         return self.texts.ids(added, begins=False)

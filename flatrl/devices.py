@@ -121,7 +121,7 @@ def to_device(tensors, device: torch.device | str):
 
 
 def offload(run, device: torch.device | str):
-    """Moves to a device what --offload names. The policy's weights never move.
+    """Moves what --offload names to or from the host's memory. The policy's weights never move.
 
     These are the optimisers' states; with "all", also critic and reference."""
     args = run.args
@@ -156,9 +156,10 @@ def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[s
         return
     models = [learner.net.model for learner in learners.values()]
     n_rows = args.prompts_per_step // args.updates_per_epoch * args.group_size
-    share = math.ceil(n_rows / dist.get_world_size()) * args.window  # a rank's, of an update
+    share = math.ceil(n_rows / dist.get_world_size()) * args.window  # a rank's tokens of an update
     _, n_used = count_parameters(models[0])  # the policy's
     flops_of_token = update_flops(args) * n_used
+    # Passes of so many tokens keep a GPU busy.
     enough = given or max(args.window, min(share, int(FLOPS_OF_A_PASS / flops_of_token)))
     tokens = _tokens_that_fit(learners, args)
     can_recompute = all(map(recomputable_layers, models))
@@ -168,7 +169,7 @@ def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[s
             recompute_activations(model)
         tokens = _tokens_that_fit(learners, args)
     args.fill({"gradient_checkpointing": False})
-    most = enough if args.gradient_checkpointing else share
+    most = enough if args.gradient_checkpointing else share  # more would gain nothing
     # The longest rollout must be tried, whatever is predicted.
     args.tokens_per_micro_batch = given or max(args.window, min(tokens, most))
     flags = ("tokens_per_micro_batch", "gradient_checkpointing")

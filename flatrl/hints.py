@@ -13,7 +13,7 @@ from flatrl.vision import expand, load_images
 
 
 def told_prompt(row: dict) -> list[dict]:
-    """Returns the row's prompt with its hint, if it has one, as a paragraph after the last message.
+    """Returns a row's prompt for the teacher, with its hint, if any, after the last message.
 
     Raises ValueError if the prompt does not end with a user's message."""
     prompt = row["prompt"]
@@ -42,7 +42,7 @@ def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
     for schemas in (tool_schemas(row, loop.task), None):
         plain = ids_of(row["prompt"], schemas)
         told = ids_of(told_prompt(row), schemas)
-        # Both prompts are equal after the hint: "2+2?<end>" and "2+2? It is 4.<end>" in "<end>".
+        # Both end alike after the hint; here in "<end>": "2+2?<end>" and "2+2? It is 4.<end>".
         n_equal = len(os.path.commonprefix([plain[::-1], told[::-1]]))
         n_plain = len(plain) - n_equal
         if output.prompt_ids[:n_plain] == plain[:n_plain]:

@@ -100,13 +100,11 @@ def _find_attention(policy, probe, args) -> tuple[str, bool]:
 
 
 class _Float32(TorchFunctionMode):
-    """In it, functions get parameters in float32, because bfloat16 would hide a difference.
-
-    There is a copy of one parameter at a time, never of the whole model."""
+    """In it, functions get float32 copies of parameters, one at a time: bfloat16 hides errors."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.__getitem__ and isinstance(args[0], nn.Parameter):
-            return function(*args).float()  # copies only this block of the head
+            return function(*args).float()  # token_logprobs slices the head by blocks
         args, kwargs = tree_map_only(nn.Parameter, torch.Tensor.float, (args, kwargs or {}))
         return function(*args, **kwargs)
 

@@ -32,7 +32,9 @@ class Listener:
         """Called before the engine starts. rows_read: by split as rows, but with overlong ones."""
 
     def metrics(self, row: dict, rollouts=None, batch=None):
-        """Called after each step, with rollouts and batch if it trained, and a first evaluation."""
+        """Called after each step, and after the evaluation before the first.
+
+        row: the step's metrics. rollouts, batch: those of a step that trained."""
 
     def close(self):
         """Called at the end of the run."""
@@ -59,7 +61,7 @@ class Log:
     ]
 
     def __init__(self, args, tokenizer, steps_done: int, rows_hash: str = ""):
-        """Removes the lines of steps after steps_done. rows_hash: as from `rows.hash_of_rows`."""
+        """With --resume drops lines after steps_done; else all. rows_hash: `rows.hash_of_rows`."""
         self.args = args
         self.tokenizer = tokenizer
         self.steps_done = steps_done
@@ -78,7 +80,7 @@ class Log:
             "processes": int(os.environ.get("WORLD_SIZE", 1)),
         }
         file = self.folder / "metrics.jsonl"
-        if args.resume:  # `checkpoints.resume` writes args.json: until then the start may fail
+        if args.resume:  # a failed start leaves the old args.json: see `checkpoints.resume`
             rows = [row for row in read_json_lines(file) if row["step"] <= steps_done]
             write_whole(file, to_json_lines(rows))
         else:
@@ -90,9 +92,7 @@ class Log:
         write_whole(self.folder / "args.json", f"{json.dumps(self.about, indent=2)}\n")
 
     def metrics(self, row: dict, rollouts=None, batch=None):
-        """Writes a step's metrics: one JSON object in metrics.jsonl, one line of the table.
-
-        The step's rollouts are on disk by then. rollouts, batch: those of a step that trained."""
+        """Writes a step's metrics, after its rollouts: to metrics.jsonl, and into the table."""
         row = row | {"timing/log_s": self.wait()}
         with (self.folder / "metrics.jsonl").open("ab") as file:
             file.write(to_json_lines([row]).encode(errors="backslashreplace"))
@@ -125,7 +125,7 @@ class Log:
         self.writing.append(job)
 
     def wait(self) -> float:
-        """Waits until all rollouts are written. Returns the seconds of it, or raises its error."""
+        """Waits for the rollouts' files. Returns the seconds of writing, or raises its error."""
         jobs, self.writing = self.writing, []
         return sum(job.result() for job in jobs)
 

@@ -38,7 +38,7 @@ class Clock:
         self.lap_ended = now
 
     def read(self) -> dict[str, float]:
-        """Returns the seconds of the step's parts, since the rollout, and in all."""
+        """Returns the seconds of each part, of training (since the rollout), and of the step."""
         now = time.perf_counter()
         return {
             **self.seconds,
@@ -92,7 +92,7 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
         "response_length/clipped_ratio": stop_reasons["length"] / n,
         "num_turns/mean": fmean(num_turns),
         "num_turns/max": max(num_turns),
-        "rollout/trajectories": n,
+        "rollout/trajectories": n,  # the log's word for rollouts; segments are outputs
         "rollout/segments": len(outputs) / n,
     }
     rewards_of_name = grouped(units.names, rewards)

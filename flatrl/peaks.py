@@ -44,10 +44,8 @@ def count_parameters(model: nn.Module) -> tuple[float, float]:
 
 
 def update_flops(args) -> int:
-    """Returns the FLOPs of an update for each parameter that a token uses.
-
-    2 are forward and 4 backward. LoRA has no gradients of the weights, so 2 backward."""
-    return 4 if args.lora_rank else 6
+    """Returns the FLOPs of an update, per token and parameter: 2 forward, and 4 or 2 backward."""
+    return 4 if args.lora_rank else 6  # with LoRA the weights have no gradients
 
 
 def shares_of_peaks(metrics: dict, model: nn.Module, args) -> dict[str, float]:

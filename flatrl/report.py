@@ -58,7 +58,7 @@ def read_run(folder: Path, tokenizer, n_tokens: int = TOKENS) -> dict:
         "name": folder.resolve().name,
         "flags": made_by | flags,
         "columns": {name: [number(row.get(name)) for row in rows] for name in names},
-        "trajectories": draw(folder, tokenizer, n_tokens),
+        "trajectories": sampled_outputs(folder, tokenizer, n_tokens),
     }
 
 
@@ -70,7 +70,7 @@ def number(value) -> float | None:
 # ---------------------------------------------------------------- outputs
 
 
-def draw(folder: Path, tokenizer, n_tokens: int) -> list[dict]:
+def sampled_outputs(folder: Path, tokenizer, n_tokens: int) -> list[dict]:
     """Returns the first groups of evenly spaced steps and evaluations, first and last included."""
     files = []
     for kind in ("eval", "step"):
@@ -81,7 +81,7 @@ def draw(folder: Path, tokenizer, n_tokens: int) -> list[dict]:
     for file in files:
         kind, _, step = file.stem.partition("_")
         for line in first_groups(file, n_tokens // len(files)):
-            drawn.append({"kind": kind, "step": int(step)} | show(line, tokenizer))
+            drawn.append({"kind": kind, "step": int(step)} | page_entry(line, tokenizer))
     return drawn
 
 
@@ -98,7 +98,7 @@ def first_groups(file: Path, n_tokens: int) -> list[dict]:
     return lines
 
 
-def show(line: dict, tokenizer) -> dict:
+def page_entry(line: dict, tokenizer) -> dict:
     """Returns what the page shows of a line of rollouts/*.jsonl."""
     extra = line["extra"]
     parts = line["reward"] if isinstance(line["reward"], dict) else {}

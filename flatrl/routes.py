@@ -1,7 +1,5 @@
-"""Routing replay (R3, arXiv 2510.11370): experts are those that the engine chose.
-
-With --router_replay the engine returns the choice of every token and layer, and the trainer weighs
-these experts by its own router.
+"""Routing replay (--router_replay; R3, arXiv 2510.11370): the engine returns the experts that it
+chose for every token and layer, and the trainer weighs these by its own router.
 
 Routes are integers (tokens, layers, k): the k experts of each token. A layer without experts has a
 row, too, which is not read. -1 leaves the choice to the router."""

@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset
 
 from flatrl.bad_input import refusing
 
-ARGUMENTS = {"arguments", "tools_kwargs", "interaction_kwargs"}
+ARGUMENTS = {"arguments", "tools_kwargs", "interaction_kwargs"}  # see `rows_of`
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 
 
@@ -55,8 +55,8 @@ def read_files(names: list[str]) -> Sequence[dict]:
 def rows_of(table) -> Rows:
     """Returns the rows of a datasets.Dataset.
 
-    Arrow gives all structs of a column the same keys, with None where one has no such key. Below
-    ARGUMENTS these are left out; anywhere else they are as good as missing."""
+    Arrow gives all structs of a column the same keys, with None where one has no such key. This
+    None is dropped inside ARGUMENTS, where a tool would get it, and stays elsewhere."""
     features = table.features
     return Rows(lambda number: _unpadded(table[number], features, False), range(len(table)))
 

@@ -1,10 +1,9 @@
-"""Texts from outside become ids in which they are words: no text of a tool, a user or an error
-becomes a control token, such as <|im_end|>."""
+"""Tokenises texts from outside as plain words: no text of a tool, a user or an error becomes a
+control token, such as <|im_end|>."""
 
 import re
 
-# Marks that the next character is tokenised alone. It is a Unicode noncharacter, and `clean` takes
-# it out of texts from outside.
+# Marks that the next character is tokenised alone: a Unicode noncharacter, see `clean`.
 TOKEN_BREAK = "\ufdd0"
 ESCAPED_BREAK = "\\ufdd0"  # as some templates write arguments and tools
 
@@ -32,7 +31,7 @@ class Texts:
         self.special_starts = _start_of_any(self.special.values())
         self.control_starts = _start_of_any(self.controls.values())
 
-    def plain(self, value, role: str = "user"):
+    def with_breaks(self, value, role: str = "user"):
         """Returns a message or a list of tools with a break wherever a control token begins.
 
         A tool that says "so<|im_end|>" must not end its message. In messages of the assistant and

@@ -1,4 +1,4 @@
-"""Logs a run to a tracker, through accelerate. Another listener is named in train.LISTENERS."""
+"""Logs a run to a tracker, through accelerate. To add your own, name it in train.LISTENERS."""
 
 import importlib
 from uuid import uuid4
@@ -48,8 +48,8 @@ class Tracker(Listener):
             for output in rollouts.outputs[:MAX_ROWS]:
                 place = [output.extra["prompt"], output.extra["sample"]]
                 text = self.log.tokenizer.decode(output.prompt_ids + output.response_ids)
-                how = [total_reward(output), output.num_turns, output.stop_reason]
-                rows.append([*place, *how, text])
+                facts = [total_reward(output), output.num_turns, output.stop_reason]
+                rows.append([*place, *facts, text])
             self.tracker.log_table("rollouts", COLUMNS, rows, step=row["step"])
 
     def close(self):

@@ -1,4 +1,4 @@
-"""Which outputs belong together: those of a rollout, and those of a unit."""
+"""Outputs of one rollout, or of one unit, which share a reward, as a player's (docs/units.md)."""
 
 from agent_loop import AgentLoopOutput
 

@@ -114,10 +114,10 @@ def check_images(output, processor):
 
 
 def prefix_ids_of(input_ids: Tensor, images: list[list], image_token_id: int) -> Tensor:
-    """Returns the ids by which rows with equal images can share a prefix, (B, L).
+    """Returns input_ids (B, L) with -1, -2, ... for each image's placeholders.
 
-    input_ids (B, L), images: B lists, in which equal images are one object (`merge_images`). They
-    are the input_ids with the number of an image, -1, -2, ..., in place of its placeholders."""
+    By them, rows with equal images can share a prefix. images: B lists, in which equal images are
+    one object (`merge_images`)."""
     prefix_ids = input_ids.clone()
     numbers = {}  # of images, by id
     for ids, row_images in zip(prefix_ids, images):
@@ -160,8 +160,8 @@ class Vision:
         """Returns a model's further inputs for rows with images.
 
         packed: as from `data.pack_rows`. The result is position_ids (3, 1, P), in place of those
-        in packed["inputs"], and mm_encoder_outputs, those of the vision tower. It runs here, once
-        for an image in a shared prefix: model.forward would pass it the tokens' cu_seqlens."""
+        in packed["inputs"], and mm_encoder_outputs, those of the vision tower. It runs here because
+        model.forward would pass it the tokens' cu_seqlens. One in a shared prefix goes in once."""
         positions = []
         images_to_encode = []
         for ids, images, n_shared in packed["images"]:

@@ -29,7 +29,7 @@ from flatrl.chat.client import ChatAgentLoop, ChatClient, OutOfBudget
 # What a malformed request raises, here or in a template.
 BAD_REQUEST = (ValueError, TypeError, LookupError, AttributeError, RecursionError, TemplateError)
 
-# An API's path: its request as a chat request; a completion as its reply; that reply as a stream.
+# An API's path: chat_of(request), reply_of(completion), and events(reply, request), its stream.
 APIS = {
     "chat/completions": (dict, operator.methodcaller("model_dump"), openai_api.chunks),
     "responses": (openai_api.chat_of, openai_api.response_of, openai_api.events),
@@ -38,7 +38,6 @@ APIS = {
 
 MAX_BODY = 4 << 20  # bytes of a request: while one is read, all rollouts wait
 MAX_BODY_WITH_IMAGES = 32 << 20
-
 
 # Keeps calls to loopback, and their keys, away from HTTP proxies: clients read this at the start.
 _hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
