@@ -61,6 +61,5 @@ class Bar(tqdm):
     monitor_interval = 0  # tqdm starts no thread
 
     def __init__(self, items: Iterable | None, title: str, **settings):
-        # None: tqdm hides it where there is no terminal
-        disable = None if os.environ.get("RANK", "0") == "0" else True
+        disable = None if os.environ.get("RANK", "0") == "0" else True  # None: only on a terminal
         super().__init__(items, title, leave=False, disable=disable, **settings)

@@ -181,7 +181,8 @@ def oom_for_all() -> Iterator[None]:
                 f"rank {os.environ.get('RANK', 0)} is out of GPU memory: lower "
                 "--tokens_per_micro_batch or --gpu_memory_utilization, or give "
                 "--gradient_checkpointing (docs/scaling.md#memory); "
-                f"{reason(error)}{last_line(error, os.path.dirname(__file__))}"  # beside flatrl/
+                # flatrl/ in place of a file: the line is that of a script beside it
+                f"{reason(error)}{last_line(error, os.path.dirname(__file__))}"
             )
         with contextlib.suppress(ValueError, RuntimeError):
             store = dist.distributed_c10d._get_default_store()

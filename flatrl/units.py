@@ -1,4 +1,4 @@
-"""Outputs of one rollout, or of one unit, which share a reward, as a player's (docs/units.md)."""
+"""Outputs of a rollout, or of a unit, which share a reward, as a player's do (docs/units.md)."""
 
 from agent_loop import AgentLoopOutput
 

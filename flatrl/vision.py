@@ -160,8 +160,8 @@ class Vision:
         """Returns a model's further inputs for rows with images.
 
         packed: as from `data.pack_rows`. The result is position_ids (3, 1, P), in place of those
-        in packed["inputs"], and mm_encoder_outputs, those of the vision tower. It runs here because
-        model.forward would pass it the tokens' cu_seqlens. One in a shared prefix goes in once."""
+        in packed["inputs"], and mm_encoder_outputs, the vision tower's. It runs here because
+        model.forward would pass it cu_seqlens, and encodes an image in a shared prefix once."""
         positions = []
         images_to_encode = []
         for ids, images, n_shared in packed["images"]:

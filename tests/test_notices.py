@@ -92,3 +92,6 @@ def test_a_fault_is_named_in_the_first_step_that_has_it(rows, outputs, warning, 
     watch.metrics({"step": 0, "actor/entropy": 0.0})  # an evaluation alone
     assert len(log.said) == bool(warning)
     assert "".join(log.said).startswith(warning)
+    both = RAISED | {"tool_calls/seek": 2, "tool_exceptions/seek": 2}
+    watch.metrics({"step": 7}, SimpleNamespace(trained=outputs_of(**both)), {"some": "batch"})
+    assert "the tool 'seek' raised in 12 of its 12 calls" in log.said[-1]

@@ -75,7 +75,8 @@ def test_a_run_and_its_replay_without_an_engine(train_here, tiny_model, tmp_path
     # A vLLM that can't be imported: it is not needed.
     (tmp_path / "vllm.py").write_text("raise RuntimeError('vLLM was imported')")
     model = ["--model", tiny_model]
-    run(*flags, again, *model, "--replay", out, PYTHONPATH=tmp_path)
+    replayed = run(*flags, again, *model, "--replay", out, PYTHONPATH=tmp_path)
+    assert "; evaluate: accelerate launch " in printed and "evaluate:" not in replayed
     for row, repeated in zip(metrics_of(out)[1:], metrics_of(again), strict=True):
         same = {name: x for name, x in row.items() if not name.startswith("eval/")}
         assert {name: repeated[name] for name in same} == same
