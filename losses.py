@@ -81,9 +81,7 @@ def _as_float(values):
 
 
 def group_sum(values: N, groups: N) -> N:
-    """Returns, for each value, the sum of the values in its group.
-
-    groups: labels, any integers in any order."""
+    """Returns, for each value, the sum of the values in its group. groups: integers as labels."""
     labels, index = torch.unique(groups, return_inverse=True)
     return values.new_zeros(len(labels)).index_add_(0, index, values)[index]
 

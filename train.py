@@ -362,9 +362,8 @@ def estimate_advantages(
 def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     """Trains policy and critic: epochs x mini-batches x packed micro-batches.
 
-    Sets batch["unit_tokens"]. Returns mean metrics. batch["logprobs_old"] is there already if there
-    are several updates, or if anything else needs it (`score_batch`). A single update does not read
-    it: its own logprobs are the old ones. They are stored there if it is missing."""
+    Sets batch["unit_tokens"]. Returns mean metrics. With several updates, `score_batch` has set
+    batch["logprobs_old"]. A single one has its own for that, and sets it if it is missing."""
     args = run.args
     batch["unit_tokens"] = batch.count_unit_tokens()  # (B,), after mask_truncated
     # The columns that the objectives read. The critic does not learn from demonstrations.
@@ -748,9 +747,7 @@ class Critic(Net):
 
 @dataclass(eq=False)
 class Learner:
-    """A network with its optimisers.
-
-    wrapped: the net in DDP or FSDP; call this one when you need gradients."""
+    """A network with its optimisers. Call `wrapped`, in DDP or FSDP, when you need gradients."""
 
     net: Net
     lr: float  # of AdamW, before the schedule
