@@ -150,10 +150,7 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     lengths = on_main(check_all)
     limit = args.max_prompt_tokens
     fitting = np.flatnonzero(lengths <= limit)
-    need(
-        len(fitting),
-        f"all prompts exceed --max_prompt_tokens {limit}: the longest has {max(lengths)} tokens",
-    )
+    need(len(fitting), f"all prompts exceed --max_prompt_tokens {limit} (up to {max(lengths)})")
     if isinstance(rows, list):
         return [rows[number] for number in fitting]
     return Rows(rows.__getitem__, fitting)
@@ -745,13 +742,16 @@ def pack(
         position_ids   (1, P) start .. length - 1 for each sequence
         cu_seqlens     (R + 1,) int32, the bounds of the packed sequences: 0, ..., P
         max_seqlen     max(lengths)"""
-    spans = [*zip(starts or [0] * len(lengths), lengths, strict=True)]
-    pairs = zip(input_ids, spans, strict=True)
-    sequences = [torch.as_tensor(row)[start:end] for row, (start, end) in pairs]
+    sequences = []
+    positions = []
+    starts = starts or [0] * len(lengths)
+    for row, start, length in zip(input_ids, starts, lengths, strict=True):
+        sequences.append(torch.as_tensor(row)[start:length])
+        positions.append(torch.arange(start, length))
     ids = torch.cat(sequences)
-    positions = torch.cat([torch.arange(*span) for span in spans]).to(ids.device)
-    cu_seqlens = torch.tensor([0, *map(len, sequences)]).cumsum(0).int().to(ids.device)
-    return ids[None], positions[None], cu_seqlens, int(max(lengths))
+    positions = torch.cat(positions).to(ids.device)
+    bounds = torch.tensor([0, *map(len, sequences)]).cumsum(0)
+    return ids[None], positions[None], bounds.int().to(ids.device), int(max(lengths))
 
 
 def _pack_shared_prefixes(ids: BL, micro: MicroBatch) -> tuple[dict, BL]:
