@@ -150,7 +150,8 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     lengths = on_main(check_all)
     limit = args.max_prompt_tokens
     fitting = np.flatnonzero(lengths <= limit)
-    need(len(fitting), f"all prompts exceed --max_prompt_tokens {limit} (up to {max(lengths)})")
+    problem = f"all exceed --max_prompt_tokens {limit}: the longest has {max(lengths)} tokens"
+    need(len(fitting), problem)
     if isinstance(rows, list):
         return [rows[number] for number in fitting]
     return Rows(rows.__getitem__, fitting)
@@ -452,8 +453,8 @@ def _continues_turn(before: AgentLoopOutput, output: AgentLoopOutput) -> bool:
 def place_rewards(batch: Batch, terminal: N) -> NS:
     """Returns rewards at the places of `EndToEnd`. Row n sums to all the rewards of unit n.
 
-    terminal: the terminal rewards. Each goes to the last sampled token of its unit. A turn reward
-    goes to the last sampled token up to its own or, if there is none, to the output's first one.
+    terminal: the terminal rewards. Each goes to the last sampled token of its unit. The reward of a
+    turn at token t goes to the last sampled token up to t or, without one, to the output's first.
     Without any sampled token (in the unit or, for a turn reward, in its output), a reward goes to
     place 0 of the unit, which is empty: no token gets credit, but the unit's sum counts it."""
     layout = batch.layout
@@ -765,7 +766,6 @@ def _pack_shared_prefixes(ids: BL, micro: MicroBatch) -> tuple[dict, BL]:
         "max_seqlen": max_seqlen,
         "cu_seqlens": cu_seqlens.unique(),  # drops the empty sequence of a row that adds nothing
     }
-
     n_added = cu_seqlens.diff().tolist()
     added = torch.arange(flat.shape[1]).split(n_added)
     slots = []  # of the tokens of each row

@@ -183,8 +183,8 @@ class Engine:
         """Copies all parameters into the engine.
 
         named_tensors: (name in a checkpoint, tensor) pairs, each taken when the one before is
-        done. A tied parameter is passed once. Raises RuntimeError with the name of a parameter
-        that failed or did not arrive. The engine is unusable after that."""
+        done. A tied head may come under both names. Raises RuntimeError with the name of a
+        parameter that failed or did not arrive. The engine is unusable after that."""
         from vllm.config import set_current_vllm_config
 
         self._require("weights")
@@ -419,7 +419,7 @@ class Engine:
         return TokenOutput(token_ids, logprobs, request.versions, reason, prompt_ids, routes)
 
     def abort_all(self):
-        """Drops all requests. To cancel their futures again would interrupt agents' cleanup."""
+        """Drops all requests. `Pool.end` has cancelled their rollouts, which may be cleaning up."""
         with self.changed:
             self.inbox.clear()
             self.active.clear()
@@ -697,7 +697,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
     It is the reward of the unit's last output, if the loop set one, else what the task's reward
     function, or `reward`, returns for that output and a copy of the row. Raises ValueError if a
     reward is not finite, if a turn's reward is at no token, or if a unit has two rewards or groups,
-    and BadReward if a reward is not a number, or if the task's function uses an alarm."""
+    and BadReward if one is not a number, or if user code used an alarm or os.chdir."""
     units = grouped([output.unit for output in outputs], outputs)
     for unit, outputs_of_unit in units.items():
         last = outputs_of_unit[-1]
@@ -845,7 +845,7 @@ class Pool:
     # -- background thread
 
     def _prompts(self, first: int) -> Iterator[int]:
-        """Yields this rank's prompts. All ranks together start each from the first on once."""
+        """Yields this rank's prompts. Together the ranks start every one from `first` on once."""
         if self.args.deterministic:  # timing must not decide: prompt i is that of engine i mod n
             mine = dist.get_rank() // self.args.tp
             n = self.n_engines

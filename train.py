@@ -337,7 +337,7 @@ def estimate_advantages(
     results = estimate(**{name: inputs[name] for name in estimate.takes})
     flag = f"--adv_estimator {args.adv_estimator}"
     results = [*results] if isinstance(results, tuple | list) else [results]
-    batch_stats = results.pop() if isinstance(results[-1], dict) else {}
+    batch_stats = results.pop() if results and isinstance(results[-1], dict) else {}
     has_stats = batch_stats or "batch_stats" not in args.objective_takes
     need(has_stats, f"--policy_loss {args.policy_loss} asks for batch_stats: {flag} gives none")
     names = ["advantages", "returns"] if "values" in inputs else ["advantages"]
@@ -363,7 +363,7 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     """Trains policy and critic: epochs x mini-batches x packed micro-batches.
 
     Sets batch["unit_tokens"]. Returns mean metrics. With several updates, `score_batch` has set
-    batch["logprobs_old"]. A single one has its own for that, and sets it if it is missing."""
+    batch["logprobs_old"]. A single update takes its own logprobs as old, and may set them there."""
     args = run.args
     batch["unit_tokens"] = batch.count_unit_tokens()  # (B,), after mask_truncated
     # The columns that the objectives read. The critic does not learn from demonstrations.

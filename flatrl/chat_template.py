@@ -284,7 +284,7 @@ class ChatTemplate:
         is_of_turn = tail.strip().startswith(syntax.strip())  # the policy need not write spaces
         if found and is_of_turn:
             return rest if stop is not None else stop_text + rest
-        # The end of GLM's turn is what begins a user's message: here other messages follow.
+        # GLM ends a turn with what begins a user's message. new_tail lacks it if others follow.
         if stop is None and not turn.get("tool_calls"):
             return new_tail
         raise RewritesHistory("the chat template ends this turn in another way")
@@ -339,7 +339,7 @@ class ChatTemplate:
         self.stops = {*stops, self.answer_end, self.call_end}
 
     def _special_after(self, *messages):
-        """Returns the special tokens from the first word after a user's to the next, or the end."""
+        """Returns the special tokens after the first of these messages' words, up to the next."""
         chat = [USER, *messages]
         if self.problem(chat):
             return []
@@ -372,13 +372,13 @@ class ChatTemplate:
         (turn,) = _in_words([CALL_AFTER_THOUGHT if only_beside_calls else THOUGHT])
         before, _, after = self.turn_text(turn).partition(turn["reasoning_content"])
         after = WORD.split(after)[0]  # up to the answer or the call
-        first_tokens = self.texts.special_starts.findall(before)
-        last_tokens = self.texts.special_starts.findall(after)
-        if first_tokens and last_tokens and self.think_end not in after:
-            self.channel = first_tokens[0]
+        tokens_before = self.texts.special_starts.findall(before)
+        tokens_after = self.texts.special_starts.findall(after)
+        if tokens_before and tokens_after and self.think_end not in after:
+            self.channel = tokens_before[0]
             end = after.removesuffix(self.before_answer)
             if only_beside_calls:  # what follows the first special token is the call
-                end = after.partition(last_tokens[0])[0] + last_tokens[0]
+                end = after.partition(tokens_after[0])[0] + tokens_after[0]
             begin, end = re.escape(before.strip()), re.escape(end.strip())
             self.thought_pattern = re.compile(f"{begin}(.*?)(?:{end}|$)", re.DOTALL)
         self.after_thought = after.partition(self.think_end)[2]
@@ -537,7 +537,7 @@ class ChatTemplate:
                 yield f"writes a message of role {message['role']!r} again at {name}"
 
     def check_prompt(self, prompt: list[dict], tools: list[dict] | None = None):
-        """Raises BadInput if the template does not show what each message of a prompt says."""
+        """Raises BadInput for a text that the template hides, a strange role, or an answer last."""
         if not prompt:
             return
         # Without reasoning, because many templates drop it in earlier turns.
@@ -558,7 +558,7 @@ def _difference(prompt, text):
     """Returns what a text has after the part that it shares with a prompt.
 
     R1's prompt may open a thought that its history lacks: "U: 2+2 A: <think>" and
-    "U: 2+2 A: 4<EOS>" share "U: 2+2 A: ". So does "U: 2+2 A: <tool>1": half a token is none."""
+    "U: 2+2 A: 4<EOS>" share "U: 2+2 A: ". The "<t" of "<think>" and "<tool>" is not shared."""
     n = len(commonprefix([prompt, text]))
     if n < len(prompt):
         begun_token = r"[<[][^]<>[\s]*$"

@@ -178,7 +178,7 @@ def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[s
 
 def _tokens_that_fit(learners, args) -> int:
     """Returns how many tokens fit on all ranks, by the line through the memory of two passes."""
-    # If activations are recomputed, the head's gradient hides in small passes what a layer takes.
+    # With recomputation, the head's gradient is the peak of a small pass, and hides the layers'.
     n = min(args.window, 8192 if args.gradient_checkpointing else 512)
     trained = [p for x in learners.values() if not x.n_updates for p in x.net.parameters()]
     adam = sum(2 * getattr(p, "_local_tensor", p).nbytes for p in trained if p.requires_grad)

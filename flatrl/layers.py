@@ -96,7 +96,7 @@ def _find_attention(policy, probe, args) -> tuple[str, bool]:
             continue
         if torch.allclose(found, expected, rtol=1e-3, atol=1e-3 / args.temperature):
             return attention, is_packed
-    raise BadInput(f"{args.model}: its logits are no product with a scale and soft cap{failure}")
+    raise BadInput(f"{args.model}: its logits are more than hidden @ head, scale and cap{failure}")
 
 
 class _Float32(TorchFunctionMode):

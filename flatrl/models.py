@@ -229,14 +229,14 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
         if name not in saved or ".lora_" in name:
             continue
         path, *rest = name.split(".base_layer")  # LoRA: experts.base_layer.base_layer.gate_up_proj
-        kind = rest[-1] if rest else ""
+        leaf = rest[-1] if rest else ""  # such as .weight
         for depth in range(len(rest)):  # experts have a wrapper for each of their parameters
             wrapper = model.get_submodule(path + ".base_layer" * depth)
-            if kind == "." + getattr(wrapper, "parameter_name", "weight"):
+            if leaf == "." + getattr(wrapper, "parameter_name", "weight"):
                 tensor = whole(tensor) + whole(wrapper.get_delta_weight("default"))
         if hasattr(tensor, "full_tensor"):
             tensor = whole(tensor.to(dtype))
-        yield path + kind, tensor.detach()
+        yield path + leaf, tensor.detach()
 
 
 def checkpoint_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -181,7 +181,7 @@ def oom_for_all() -> Iterator[None]:
                 f"rank {os.environ.get('RANK', 0)} is out of GPU memory: lower "
                 "--tokens_per_micro_batch or --gpu_memory_utilization, or give "
                 "--gradient_checkpointing (docs/scaling.md#memory); "
-                # flatrl/ in place of a file: the line is that of a script beside it
+                # the last line in a module beside flatrl/, such as train.py
                 f"{reason(error)}{last_line(error, os.path.dirname(__file__))}"
             )
         with contextlib.suppress(ValueError, RuntimeError):

@@ -182,7 +182,7 @@ def _tidied(value, keeps_none=False):
 
 
 def _match_images(row):
-    """Gives placeholders of images one form. Raises ValueError unless there is one an image."""
+    """Gives placeholders of images one form. Raises ValueError unless each image has one."""
     images = row.get("images") or []
     n_placeholders = 0
     for message in row["prompt"]:

@@ -62,7 +62,7 @@ def _signal(number, handler):
 
 
 def _chdir(path):
-    """Replaces os.chdir, which would move all threads to the folder."""
+    """Replaces os.chdir: refused in a rollout, because it would move all threads."""
     if in_rollout():
         REFUSED.add("os.chdir")
         raise RuntimeError(f"os.chdir in a thread: {REMEDIES['os.chdir']}")

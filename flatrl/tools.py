@@ -258,7 +258,7 @@ class CallFormat:
         for turns in forms:
             for name, parser in self._parsers(names, turns):
                 read = [probe for probe in turns if _reads(parser, turns[probe], probe)]
-                if read == [EMPTY]:
+                if read == [EMPTY]:  # a parser of another format may read it by chance
                     read = []
                 if not best or len(read) > len(best[-1]):
                     best = name, parser, turns, read
@@ -329,8 +329,8 @@ class CallFormat:
             yield f"the template writes no calls: describe those of {self.name} in the prompt"
         if self.lost:
             yield f"--tool_parser {self.name} does not read {', '.join(self.lost)}"
-        is_tried = ALONE not in self.lost or len(self.lost) == len(self.turns)
-        for schema in schemas if self.turns and is_tried else ():
+        reads_nothing = len(self.lost) == len(self.turns)  # so it is tried, and refused
+        for schema in schemas if self.turns and (reads_nothing or ALONE not in self.lost) else ():
             name = schema["function"]["name"]
             turn = self.turns[ALONE].replace(NAME, name)
             _, calls = read_calls(self.parser, turn, [_schema(name, q="string")])
@@ -366,7 +366,7 @@ def _loose(text):
 
 
 def _reads(parser, turn, probe):
-    """Returns whether a parser gives a probe back, with its types and the text around it."""
+    """Returns whether a parser gives a probe back with its types, and no other text around it."""
     content, calls = read_calls(parser, turn, SCHEMAS)
     said, made = PROBES[probe]
     read = [(call["name"], call["arguments"]) for call in calls or ()]

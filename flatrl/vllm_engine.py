@@ -262,7 +262,7 @@ def load_into(model, named_tensors, config):
     except Exception as error:  # vLLM's are bare assertions, among others
         raise RuntimeError(f"weight sync failed at {arrivals.current}: {text_of(error)}") from error
     layerwise.finalize_layerwise_reload(model, config)
-    # vLLM copied these without a loader, and its reload has lost them: once more.
+    # The model copied these without a parameter's loader, and the reload has lost them.
     for pair in arrivals.not_loaded.items():
         for parameter in model.load_weights([pair]):
             arrivals.n_elements[parameter] += 1
