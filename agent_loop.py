@@ -87,11 +87,9 @@ class LoopArgs:
     max_assistant_turns: int = flag(
         8, "a rollout ends after this many turns, with stop reason max_turns; 0: no limit")
     max_user_turns: int = flag(
-        0, "a rollout ends after this many replies of a simulated user, who then only rewards; 0: "
-        "no limit")
+        0, "replies of a simulated user in a rollout; one more is for the reward only; 0: no limit")
     compact_at: int = flag(
-        0, "tokens of prompt and response at which the agent `compacting` asks for a summary; "
-        "0: three quarters of the window")
+        0, "tokens of a sequence at which `compacting` asks for a summary; 0: 3/4 of the window")
     max_images: int = flag(
         8, "images in one rollout, those of the prompt and of tools together", low=1)
     chat_template_args: str = flag(
@@ -115,8 +113,8 @@ class LoopArgs:
         "middle", "what is kept of a long tool response: left (its start), right, or middle (both)",
         SIDES)
     prompt_truncate_side: str = flag(
-        "none", "which part of an overlong prompt's longest text is kept (train.py); none: rows "
-        "with such prompts are dropped", (*SIDES, "none"))
+        "none", "what is kept of an overlong prompt's longest text; none: its row is dropped",
+        (*SIDES, "none"))
 
 
 @dataclass

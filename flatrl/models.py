@@ -133,8 +133,8 @@ def stop_token_ids(args, tokenizer) -> list[int]:
         f"set eos_token in its tokenizer_config.json; generation_config.json has {configured}",
     )
     if tokenizer.chat_template:
-        templates = with_template_variables(tokenizer, args.chat_template_args)
-        ids = chat_template(templates, ids).stops
+        variables = getattr(args, "chat_template_args", "{}")
+        ids = chat_template(with_template_variables(tokenizer, variables), ids).stops
     return sorted(ids)
 
 

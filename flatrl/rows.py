@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import asdict, is_dataclass
 from unicodedata import normalize
 
-from agent_loop import ToolAgentLoop, agent_loop_class, row_kwargs, task_tools
+from agent_loop import LoopArgs, ToolAgentLoop, agent_loop_class, row_kwargs, task_tools
 from flatrl.bad_input import need, refusing
 from flatrl.chat_template import chat_template
 from flatrl.tables import prompt_order
@@ -98,11 +98,12 @@ def tool_schemas(row: dict, task) -> list[dict]:
     return [tool.schema for tool in task_tools(task, row_kwargs(row, "tools_kwargs")).values()]
 
 
-def check_tokenizer(tokenizer, templates, row: dict, task, args):
+def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     """Tries chat template, call parser and tokenizer on a row. Warns, or raises BadInput.
 
     The prompt's tokens, decoded, must be its text again, except for spaces and the form of
     accents, which some tokenizers normalise. templates: the tokenizer with --chat_template_args."""
+    args = args or LoopArgs()
     template = chat_template(templates, think_tags=args.think_tags)
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)

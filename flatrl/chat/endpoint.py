@@ -50,20 +50,21 @@ class ChatEndpoint:
 
     def __init__(self):
         self.clients: dict[str, tuple[ChatClient, str]] = {}  # a rollout's name -> client, key
+        self.url: str | None = None
         self.started: asyncio.Future | None = None
 
     async def add(self, client: ChatClient) -> tuple[str, str, str]:
         """Returns the name, base_url and api_key of a new rollout."""
         if self.started is None:
             self.started = asyncio.ensure_future(self.start())
-        url = await asyncio.shield(self.started)
+        await asyncio.shield(self.started)
         name = secrets.token_hex(8)
         key = secrets.token_urlsafe(24)
         self.clients[name] = client, key
-        return name, f"{url}/{name}/v1", key
+        return name, f"{self.url}/{name}/v1", key
 
-    async def start(self) -> str:
-        """Starts the server, and returns its URL."""
+    async def start(self) -> None:
+        """Starts the server."""
         # This import takes seconds, in which the event loop must go on.
         await in_thread(importlib.import_module, "vllm.entrypoints.openai.responses.utils")
 
@@ -81,7 +82,7 @@ class ChatEndpoint:
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0, backlog=4096).start()
         ((_, port),) = self.runner.addresses
-        return f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
 
     async def ask(self, chat_of, reply_of, events, client: ChatClient, body: dict) -> web.Response:
         """Answers a request for a reply; a stream replays it. The functions: see APIS."""
