@@ -321,8 +321,7 @@ class Engine:
 
     def step(self, timeout: float = 0.2):
         """Takes in new requests, for which it waits up to `timeout` seconds; runs a model step.
-
-        It does neither after `poke`, nor (if --deterministic) before all running loops wait."""
+        Neither after `poke`, nor (if --deterministic) before all running loops wait."""
         self._require("awake")
         started = time.perf_counter()
         added = []

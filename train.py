@@ -200,9 +200,9 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
     kl_is_in_reward = args.kl_coef and args.kl_in == "reward"
     asked = {"logprobs_old", "entropy"} & {*args.estimator_takes}
     if has_several_updates or only_critic_learns or kl_is_in_reward or asked:
-        scores = score_tokens(run.policy.net, batch, args)
-        batch["logprobs_old"] = scores["logprobs"]
-        batch["entropy"] = scores["entropy"]
+        scores = score_tokens(run.policy.net, batch, args, entropy="entropy" in asked)
+        batch["logprobs_old"] = scores.pop("logprobs")
+        batch.update(scores)
         run.clock.lap("logprobs_old")
     if run.reference:
         seen = batch.get("hinted", batch)  # the same responses, after prompts with hints
@@ -218,10 +218,12 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
 
 
 @torch.no_grad()
-def score_tokens(net: "Net", batch: dict, args: Args, top_k: int = 0) -> dict[str, BT]:
+def score_tokens(
+    net: "Net", batch: dict, args: Args, top_k: int = 0, entropy: bool = False
+) -> dict[str, BT]:
     """Returns scores of all sampled tokens by name, as `Net.forward` does for a micro-batch.
 
-    Each rank scores a share, and gets the scores of all. top_k: see `data.pack_rows`."""
+    Each rank scores a share, and gets all. top_k: see `data.pack_rows`. entropy: also that one."""
     mask = batch["response_mask"]
     micro_batches = data.micro_batches_of_this_rank(
         batch, range(len(mask)), args.tokens_per_micro_batch, net.is_packed
@@ -230,7 +232,8 @@ def score_tokens(net: "Net", batch: dict, args: Args, top_k: int = 0) -> dict[st
     scores = defaultdict(list)  # by name, of each micro-batch
     for micro in Bar(micro_batches, "scoring"):
         for name, values in net(net.pack(batch, micro, top_k)).items():
-            scores[name].append(values)
+            if entropy or name != "entropy":
+                scores[name].append(values)
     # Rows of other ranks are 0, so the sum over ranks has the scores of all.
     return {
         name: all_sum(scatter_to_rows(mask.shape, micro_batches, values))
@@ -800,8 +803,8 @@ class Learner:
 
         has_tokens: if False, it takes none, because momentum would move the weights. Returns the
         norm of the gradients. Raises RunFailed if that is not finite."""
-        bound = self.args.max_grad_norm
-        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), bound)
+        parameters = self.wrapped.parameters()
+        norm = self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm)
         norm = models.whole(norm).item()
         if not math.isfinite(norm):
             raise RunFailed(f"the gradient norm is {norm}: the weights are saved without it")

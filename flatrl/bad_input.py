@@ -14,7 +14,7 @@ class RunFailed(BadInput):
     """Training can't go on. All ranks raise it together, so that train.finish can save first."""
 
 
-class NothingLeft(RunFailed):
+class NothingLeft(RunFailed, RuntimeError):
     """All rollouts of a step or evaluation have failed, usually by an error in the user's code."""
 
 
@@ -61,8 +61,10 @@ def reason(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Returns what an exception says; its repr if it says nothing."""
-    return str(error) or repr(error)
+    """Returns what an exception says; its repr or its type if it says nothing, or can't."""
+    with contextlib.suppress(Exception):
+        return str(error) or repr(error)
+    return type(error).__name__
 
 
 def check_ids(ids: list[int], vocab_size: int):

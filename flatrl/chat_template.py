@@ -156,8 +156,7 @@ PROMPT_TAIL = 64  # tokens at the end of a prompt, in which it may open a though
 class ChatTemplate:
     """What a model's chat template does. `suffix` is what happens between two turns.
 
-    tokenizer: its own or, from `with_template_variables`, a changed one.
-    think_tags: the tags around reasoning.
+    tokenizer: perhaps of `with_template_variables`. think_tags: the tags around reasoning.
     stops: the ids that end a turn; the attribute has those of the template, too.
     answer_end, call_end: the id that ends a turn without calls, and one with calls.
     shows_calls: whether it writes tool_calls. If not, calls stay in the text.
@@ -278,11 +277,10 @@ class ChatTemplate:
 
         stop_text = self.tokenizer.decode([self._end_of(turn) if stop is None else stop])
         # Between the last word and the turn's own stop token is nothing, or syntax that ends a call
-        # or a thought, which the policy has written. tail begins with it, too. If not, the stop
-        # token found is that of a later message.
+        # or a thought, which the policy has written, perhaps without spaces. tail begins with it,
+        # too. If not, the stop token found is that of a later message.
         syntax, found, rest = new_tail.partition(stop_text)
-        is_of_turn = tail.strip().startswith(syntax.strip())  # the policy need not write spaces
-        if found and is_of_turn:
+        if found and tail.strip().startswith(syntax.strip()):
             return rest if stop is not None else stop_text + rest
         # GLM ends a turn with what begins a user's message. new_tail lacks it if others follow.
         if stop is None and not turn.get("tool_calls"):
@@ -328,8 +326,7 @@ class ChatTemplate:
         known = [token for token in after_answer if token in stops]
         of_next = self._special_after(ANSWER, USER)
         eos = {self.tokenizer.eos_token_id} - {None}
-        in_order = [*known, *after_answer, *of_next, *eos, *stops]
-        self.answer_end = in_order[0]
+        self.answer_end = [*known, *after_answer, *of_next, *eos, *stops][0]
         after_call = self._special_after(CALL) + self._special_after(CALL, RESULT)
         known = [token for token in after_call if token in stops | {self.answer_end}]
         two_calls, *_ = _called(1, 2)

@@ -1,5 +1,4 @@
-"""Tokenises texts from outside as plain words: no text of a tool, a user or an error becomes a
-control token, such as <|im_end|>."""
+"""Tokenises texts from outside as plain words: none of them becomes a control token."""
 
 import re
 
